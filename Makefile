@@ -1,0 +1,70 @@
+# Everything a person needs on a machine that has Python 3, make and a C++ compiler. `make help` lists the commands.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# torch 2.13.0 is what the tests run with; the package itself accepts a wider range. To take PyTorch's own CPU build
+# where the default index offers only the CUDA one:
+#   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH       ?= torch==2.13.0
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip --disable-pip-version-check -q
+SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLists.txt pyproject.toml
+
+.PHONY: help demo test lint format bench sanitize wheel clean install
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: install ## show what this machine can do, and that the native library works
+	@$(BIN)/stoker doctor
+	@$(BIN)/stoker selftest
+
+test: install ## lint, types and all tests
+	@$(MAKE) --no-print-directory lint
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: install ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: install ## let ruff put the code in order
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: install ## every benchmark behind a figure in the README, on a quiet machine
+	@$(BIN)/python benchmarks/kernels.py
+
+sanitize: install ## the C++ under AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(BIN)/python tests/kernels/sanitize.py
+
+wheel: install ## build the wheel into dist/
+	@$(BIN)/python -m build --wheel -q
+
+clean: ## remove the virtual environment and everything built
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Set-up happens once: each stamp is newer than what it was made from.
+install: $(VENV)/.installed
+
+$(VENV)/.torch:
+	@echo "setting up $(VENV) (once; a few minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@touch $@
+
+# Everything but the package itself. A constraint keeps any of them from bringing another torch.
+$(VENV)/.dependencies: pyproject.toml | $(VENV)/.torch
+	@$(BIN)/python -m pip freeze 2>/dev/null | sed -n 's/^\(torch==[0-9.]*\).*/\1/p' > $(VENV)/constraints.txt
+	@$(PIP) install 'scikit-build-core>=0.10' cmake ninja
+	@$(PIP) install -c $(VENV)/constraints.txt '.[dev]'
+	@touch $@ 
+
+$(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
+	@$(PIP) install --no-deps --no-build-isolation --force-reinstall .
+	@touch $@

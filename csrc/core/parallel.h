@@ -1,0 +1,46 @@
+// Loops over OpenMP's threads. The pool is torch's own (see kernels/native.py); its size is what torch.set_num_threads set,
+// which Python passes down with every call, so that a caller's thread with another setting is honoured too.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace stoker {
+
+// How many threads are worth waking for `work` elements of cheap arithmetic. Waking one costs a few microseconds; 16k
+// elements are about that much work.
+inline int threads_for(int64_t work, int threads) {
+  const int64_t useful = work / 16384 + 1;
+  return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, useful)));
+}
+
+// f(begin, end) over contiguous pieces of [0, n), one per thread. For work whose result does not depend on the split.
+template <typename F>
+inline void parallel_ranges(int64_t n, int threads, F&& f) {
+  if (n <= 0) return;
+  if (threads <= 1) {
+    f(int64_t{0}, n);
+    return;
+  }
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t count = omp_get_num_threads(), me = omp_get_thread_num();
+    const int64_t begin = n * me / count, end = n * (me + 1) / count;
+    if (begin < end) f(begin, end);
+  }
+}
+
+// f(task) for each task in [0, n), handed out one at a time: for tasks of unequal size, or cores of unequal speed.
+template <typename F>
+inline void parallel_tasks(int64_t n, int threads, F&& f) {
+  if (threads <= 1 || n <= 1) {
+    for (int64_t task = 0; task < n; ++task) f(task);
+    return;
+  }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(std::min<int64_t>(threads, n)))
+  for (int64_t task = 0; task < n; ++task) f(task);
+}
+
+}  // namespace stoker

@@ -1,0 +1,47 @@
+// Storage types of the kernels: fp32, and bf16 kept as its upper 16 bits. Arithmetic is always fp32; load() widens,
+// store() rounds to nearest even as PyTorch does.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#define STOKER_API extern "C" __attribute__((visibility("default")))
+
+namespace stoker {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+enum Dtype : int { kFloat32 = 0, kBfloat16 = 1 };  // the numbers Python passes; see kernels/native.py
+
+inline float load(float value) { return value; }
+
+inline float load(bf16 value) {
+  uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+inline void store(float* to, float value) { *to = value; }
+
+inline void store(bf16* to, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  // Rounding could carry a NaN's payload into infinity or zero; PyTorch's quiet NaN is 0x7fc0.
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  to->bits = static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
+}
+
+// Calls `f.template operator()<Scalar>()` for the storage type that `dtype` names.
+template <typename F>
+inline void for_dtype(int dtype, F&& f) {
+  if (dtype == kBfloat16)
+    f(static_cast<bf16*>(nullptr));
+  else
+    f(static_cast<float*>(nullptr));
+}
+
+}  // namespace stoker

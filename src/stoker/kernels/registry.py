@@ -1,0 +1,84 @@
+"""How an operator becomes known to torch, and the checks every operator makes before a pointer leaves Python.
+
+Operators are registered with torch.library (namespace `stoker`), so that autograd, torch.compile, checkpointing and
+opcheck treat them like torch's own. Each operator's file holds its formula, its native call and its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_tensor", "define", "draw_key", "key_value", "reference_factors"]
+
+_LIBRARY = torch.library.Library("stoker", "DEF")
+
+
+def define(
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Registers `stoker::<schema>`: `kernel` runs it, `fake` gives the shapes of its results, `backward` its gradient."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, kernel, "CPU")
+    torch.library.register_fake(f"stoker::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(f"stoker::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    operator: Callable[..., Any] = getattr(torch.ops.stoker, name).default
+    return operator
+
+
+def check_tensor(
+    operator: str,
+    name: str,
+    tensor: Tensor,
+    *,
+    shape: Sequence[int | None] | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+) -> None:
+    """Raises ValueError naming operator and argument unless `tensor` is on the CPU with one of `dtypes` and `shape`.
+
+    None in `shape` accepts any size.
+    """
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{operator}: {name} is on {tensor.device}; Stoker's kernels run on the CPU only")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{operator}: {name} has layout {tensor.layout}; a dense tensor is needed")
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{operator}: {name} has dtype {str(tensor.dtype).removeprefix('torch.')}; it must be {wanted}")
+    if shape is not None and (
+        tensor.dim() != len(shape)
+        or any(want is not None and size != want for size, want in zip(tensor.shape, shape, strict=True))
+    ):
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{operator}: {name} has shape {tuple(tensor.shape)}; it must be ({wanted})")
+
+
+def draw_key() -> Tensor:
+    """A fresh 64-bit dropout key from torch's default generator, as a tensor of one element.
+
+    Drawing it from there is what makes masks follow torch.manual_seed, torch.set_rng_state and checkpointing.
+    """
+    return torch.empty(1, dtype=torch.int64).random_()
+
+
+def key_value(key: Tensor) -> int:
+    return int(key.item()) & 0xFFFFFFFFFFFFFFFF
+
+
+def reference_factors(key: Tensor, rows: int, columns: int, p: float) -> Tensor:
+    """The dropout factors (rows, columns) that the kernels apply for `key`: 0 where dropped, 1 / (1 - rate) where kept.
+
+    For tests and for reading a mask; it runs the native generator itself over a matrix of ones.
+    """
+    ones = torch.ones(rows, columns)
+    return torch.ops.stoker.dropout(ones, p, key)  # type: ignore[no-any-return]
