@@ -1,0 +1,491 @@
+// Attention over sequences of different lengths, laid end to end without padding.
+//
+//   P = softmax(scale * Q K^T + bias), O = dropout(P) V, one sequence and head at a time.
+//
+// Scores exist only as a block of 64 queries by at most 512 keys in cache. Forward keeps the output and the log of each row's
+// sum of exponentials; backward computes the blocks again. Work is cut into tasks by shape alone, and every sum runs in a
+// fixed order inside one task, so results do not depend on the number of threads.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "core/gemm.h"
+#include "core/math.h"
+#include "core/parallel.h"
+#include "core/random.h"
+#include "core/types.h"
+
+namespace stoker {
+
+// Mirrored field by field in kernels/attention.py.
+struct AttentionCall {
+  const void *q, *k, *v;  // (tokens, heads, head_size), by the strides below; the last dimension is dense
+  void* out;              // (tokens, heads, head_size), dense
+  float* lse;             // (tokens, heads), dense
+  const void* dout;       // backward only: as out
+  void *dq, *dk, *dv;     // backward only: strides as q, k, v
+  const float* bias;      // (heads, bias_length, bias_length) or null
+  float* dbias;           // (bias_groups, heads, bias_length, bias_length), zeroed, or null
+  float* dq_parts;        // (key chunks, tokens, heads, head_size) or null where no sequence is longer than a chunk
+  const float *cosine, *sine;  // rotary embedding: (tokens, head_size / 2) or null
+  const int64_t* starts;       // (sequences + 1) cumulative lengths
+  int64_t sequences, heads, kv_heads, head_size, bias_length, bias_groups;
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides in elements
+  int64_t left, right;  // how many keys before and after its own position a query sees
+  uint64_t key;
+  float scale, p;
+  int32_t dtype, threads;
+};
+
+namespace {
+
+constexpr int64_t kQueryBlock = 64;    // 64 x 512 scores: 128 KB, a quarter of a small L2
+constexpr int64_t kKeyBlock = 512;
+constexpr int64_t kQueryChunk = 512;   // queries per forward task
+constexpr int64_t kKeyChunk = 2048;    // keys per backward task
+constexpr int64_t kScoreStride = kKeyBlock + 16;  // not a power of two: rows would share cache sets
+constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+
+// Rows [first, first + count) of one head as dense fp32, rotated where the model asks for it.
+template <typename Scalar>
+void load_rows(const Scalar* from, int64_t token_stride, int64_t first, int64_t count, const AttentionCall& call,
+               bool rotate, float* to) {
+  const int64_t size = call.head_size, half = size / 2;
+  for (int64_t row = 0; row < count; ++row, to += size) {
+    const Scalar* source = from + (first + row) * token_stride;
+    if (rotate && call.cosine) {
+      const float* cosine = call.cosine + (first + row) * half;
+      const float* sine = call.sine + (first + row) * half;
+#pragma omp simd
+      for (int64_t i = 0; i < half; ++i) {
+        const float x = load(source[i]), y = load(source[half + i]);
+        to[i] = x * cosine[i] - y * sine[i];
+        to[half + i] = y * cosine[i] + x * sine[i];
+      }
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < size; ++i) to[i] = load(source[i]);
+    }
+  }
+}
+
+// The reverse, for gradients: scale, rotate back, store.
+template <typename Scalar>
+void store_rows(const float* from, int64_t from_stride, int64_t first, int64_t count, const AttentionCall& call, bool rotate,
+                float scale, Scalar* to, int64_t token_stride) {
+  const int64_t size = call.head_size, half = size / 2;
+  for (int64_t row = 0; row < count; ++row, from += from_stride) {
+    Scalar* target = to + (first + row) * token_stride;
+    if (rotate && call.cosine) {
+      const float* cosine = call.cosine + (first + row) * half;
+      const float* sine = call.sine + (first + row) * half;
+#pragma omp simd
+      for (int64_t i = 0; i < half; ++i) {
+        const float x = from[i] * scale, y = from[half + i] * scale;
+        store(target + i, x * cosine[i] + y * sine[i]);
+        store(target + half + i, y * cosine[i] - x * sine[i]);
+      }
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < size; ++i) store(target + i, from[i] * scale);
+    }
+  }
+}
+
+// The keys of [first, last) that a query at `position` may see.
+struct KeyRange {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+KeyRange visible(const AttentionCall& call, int64_t first_query, int64_t last_query, int64_t first, int64_t last) {
+  return {std::max(first, first_query - std::min(call.left, first_query)),
+          call.right >= last - last_query ? last : std::min(last, last_query + call.right + 1)};
+}
+
+// scores[j] = scores[j] * scale + bias for the keys that `query` sees, -inf for the others.
+// `scores` stands for keys [begin, end) of the sequence.
+void finish_scores(const AttentionCall& call, int64_t head, int64_t query, int64_t begin, int64_t end, float* scores) {
+  const int64_t count = end - begin;
+  const float scale = call.scale;
+  if (call.bias) {
+    const float* bias = call.bias + (head * call.bias_length + query) * call.bias_length + begin;
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) scores[j] = scores[j] * scale + bias[j];
+  } else {
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) scores[j] *= scale;
+  }
+  const KeyRange seen = visible(call, query, query, begin, end);
+  for (int64_t j = begin; j < std::min(seen.begin, end); ++j) scores[j - begin] = kNegativeInfinity;
+  for (int64_t j = std::max(seen.end, begin); j < end; ++j) scores[j - begin] = kNegativeInfinity;
+}
+
+// Dropout factors of one row for keys [begin, end), written so that factors[0] belongs to `begin`.
+// `buffer` holds whole groups; returns the address of the first factor asked for.
+const float* row_factors(const Dropout& dropout, uint64_t row, int64_t begin, int64_t end, float* buffer) {
+  const int64_t first_group = begin / kRandomGroup, last_group = (end + kRandomGroup - 1) / kRandomGroup;
+  for (int64_t group = first_group; group < last_group; ++group)
+    dropout_factors(dropout, row, static_cast<uint32_t>(group), buffer + (group - first_group) * kRandomGroup);
+  return buffer + (begin - first_group * kRandomGroup);
+}
+
+struct ForwardTask {
+  int64_t sequence, head, first_query;
+};
+
+template <typename Scalar>
+void forward_task(const AttentionCall& call, const Dropout& dropout, const ForwardTask& task) {
+  const int64_t size = call.head_size, width = round_up(size, kPanel);
+  const int64_t start = call.starts[task.sequence], length = call.starts[task.sequence + 1] - start;
+  const int64_t queries = std::min(kQueryChunk, length - task.first_query);
+  const int64_t kv_head = task.head / (call.heads / call.kv_heads);
+  const Scalar* q = static_cast<const Scalar*>(call.q) + task.head * call.q_head;
+  const Scalar* k = static_cast<const Scalar*>(call.k) + kv_head * call.k_head;
+  const Scalar* v = static_cast<const Scalar*>(call.v) + kv_head * call.v_head;
+
+  Scratch& scratch = Scratch::of_this_thread();
+  scratch.reserve(kKeyBlock * size * 2 + kKeyBlock * width + kQueryBlock * (size + kScoreStride) + kQueryChunk * (width + 2) +
+                  kKeyBlock + 2 * kRandomGroup + 1024);
+  float* rows = scratch.take(kKeyBlock * size);
+  float* key_panels = scratch.take(round_up(kKeyBlock, kPanel) * size);
+  float* value_panels = scratch.take(kKeyBlock * width);
+  float* query_rows = scratch.take(kQueryBlock * size);
+  float* scores = scratch.take(kQueryBlock * kScoreStride);
+  float* sums = scratch.take(kQueryChunk * width);
+  float* row_max = scratch.take(kQueryChunk);
+  float* row_sum = scratch.take(kQueryChunk);
+  float* factor_buffer = scratch.take(kKeyBlock + 2 * kRandomGroup);
+
+  std::fill(sums, sums + queries * width, 0.0f);
+  std::fill(row_max, row_max + queries, kNegativeInfinity);
+  std::fill(row_sum, row_sum + queries, 0.0f);
+
+  const KeyRange all = visible(call, task.first_query, task.first_query + queries - 1, 0, length);
+  for (int64_t first_key = all.begin / kKeyBlock * kKeyBlock; first_key < all.end; first_key += kKeyBlock) {
+    const int64_t keys = std::min(kKeyBlock, length - first_key);
+    load_rows(k, call.k_token, start + first_key, keys, call, true, rows);
+    pack_columns(rows, size, size, keys, key_panels);
+    pack_rows(v + (start + first_key) * call.v_token, call.v_token, keys, size, value_panels);
+
+    for (int64_t first = 0; first < queries; first += kQueryBlock) {
+      const int64_t count = std::min(kQueryBlock, queries - first), query = task.first_query + first;
+      KeyRange range = visible(call, query, query + count - 1, first_key, first_key + keys);
+      if (range.empty()) continue;
+      range.begin -= (range.begin - first_key) % kPanel;  // scores start at a panel
+      const int64_t offset = range.begin - first_key, seen = range.end - range.begin;
+
+      load_rows(q, call.q_token, start + query, count, call, true, query_rows);
+      multiply<false>(count, seen, size, query_rows, size, 1, key_panels + offset * size, kPanel * size, scores, kScoreStride);
+
+      for (int64_t i = 0; i < count; ++i) {
+        float* row = scores + i * kScoreStride;
+        finish_scores(call, task.head, query + i, range.begin, range.end, row);
+        float highest = row_max[first + i];
+#pragma omp simd reduction(max : highest)
+        for (int64_t j = 0; j < seen; ++j) highest = row[j] > highest ? row[j] : highest;
+        // A row that sees nothing yet keeps zeros; subtracting its maximum of -inf would make NaN of them.
+        const float base = highest == kNegativeInfinity ? 0.0f : highest;
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = 0; j < seen; ++j) {
+          const float value = exp(row[j] - base);
+          row[j] = value;
+          sum += value;
+        }
+        if (dropout.active()) {
+          const uint64_t id = static_cast<uint64_t>((start + query + i) * call.heads + task.head);
+          const float* factors = row_factors(dropout, id, range.begin, range.end, factor_buffer);
+#pragma omp simd
+          for (int64_t j = 0; j < seen; ++j) row[j] *= factors[j];
+        }
+        const float old = row_max[first + i];
+        if (old != highest && old != kNegativeInfinity) {
+          const float shrink = exp(old - base);
+          row_sum[first + i] *= shrink;
+          float* accumulated = sums + (first + i) * width;
+#pragma omp simd
+          for (int64_t j = 0; j < width; ++j) accumulated[j] *= shrink;
+        }
+        row_max[first + i] = highest;
+        row_sum[first + i] += sum;
+      }
+      multiply<true>(count, size, seen, scores, kScoreStride, 1, value_panels + offset * kPanel, kPanel * keys,
+                     sums + first * width, width);
+    }
+  }
+
+  Scalar* out = static_cast<Scalar*>(call.out);
+  for (int64_t i = 0; i < queries; ++i) {
+    const int64_t token = start + task.first_query + i;
+    const float sum = row_sum[i];
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // a query that sees no key gives zeros
+    Scalar* to = out + (token * call.heads + task.head) * size;
+    const float* from = sums + i * width;
+#pragma omp simd
+    for (int64_t j = 0; j < size; ++j) store(to + j, from[j] * inverse);
+    call.lse[token * call.heads + task.head] = sum == 0.0f ? kNegativeInfinity : row_max[i] + std::log(sum);
+  }
+}
+
+// One key chunk of some sequences and one key/value head. Several sequences share a task only when the bias wants a gradient,
+// which sums over them in order.
+struct BackwardTask {
+  int64_t first, last;  // positions in the list of sequences
+  int64_t kv_head, chunk, bias_group;
+};
+
+template <typename Scalar>
+class Backward {
+ public:
+  Backward(const AttentionCall& call, const Dropout& dropout)
+      : call_(call), dropout_(dropout), size_(call.head_size), width_(round_up(call.head_size, kPanel)),
+        group_(call.heads / call.kv_heads) {}
+
+  void run(int64_t sequence, const BackwardTask& task) {
+    start_ = call_.starts[sequence];
+    length_ = call_.starts[sequence + 1] - start_;
+    const int64_t chunk_begin = task.chunk * kKeyChunk, chunk_end = std::min(length_, chunk_begin + kKeyChunk);
+    if (chunk_begin >= length_) return;
+    kv_head_ = task.kv_head;
+    bias_group_ = task.bias_group;
+    reserve();
+    std::fill(dq_, dq_ + group_ * length_ * width_, 0.0f);
+    for (int64_t first_key = chunk_begin; first_key < chunk_end; first_key += kKeyBlock)
+      key_block(first_key, std::min(kKeyBlock, chunk_end - first_key));
+    write_dq(task.chunk);
+  }
+
+ private:
+  void reserve() {
+    Scratch& scratch = Scratch::of_this_thread();
+    scratch.reserve(kKeyBlock * (4 * size_ + 3 * width_) + kQueryBlock * (2 * size_ + 2 * width_ + 2 * kScoreStride + 1) +
+                    group_ * length_ * width_ + kKeyBlock + 2 * kRandomGroup + 2048);
+    rows_ = scratch.take(kKeyBlock * size_);
+    key_columns_ = scratch.take(kKeyBlock * size_);
+    value_columns_ = scratch.take(kKeyBlock * size_);
+    key_rows_ = scratch.take(kKeyBlock * width_);
+    dk_ = scratch.take(kKeyBlock * width_);
+    dv_ = scratch.take(kKeyBlock * width_);
+    query_ = scratch.take(kQueryBlock * size_);
+    dout_ = scratch.take(kQueryBlock * size_);
+    query_panels_ = scratch.take(kQueryBlock * width_);
+    dout_panels_ = scratch.take(kQueryBlock * width_);
+    scores_ = scratch.take(kQueryBlock * kScoreStride);
+    dscores_ = scratch.take(kQueryBlock * kScoreStride);
+    delta_ = scratch.take(kQueryBlock);
+    factors_ = scratch.take(kKeyBlock + 2 * kRandomGroup);
+    dq_ = scratch.take(group_ * length_ * width_);
+  }
+
+  void key_block(int64_t first_key, int64_t keys) {
+    const Scalar* k = static_cast<const Scalar*>(call_.k) + kv_head_ * call_.k_head;
+    const Scalar* v = static_cast<const Scalar*>(call_.v) + kv_head_ * call_.v_head;
+    load_rows(k, call_.k_token, start_ + first_key, keys, call_, true, rows_);
+    pack_columns(rows_, size_, size_, keys, key_columns_);
+    pack_rows(rows_, size_, keys, size_, key_rows_);
+    load_rows(v, call_.v_token, start_ + first_key, keys, call_, false, rows_);
+    pack_columns(rows_, size_, size_, keys, value_columns_);
+    std::fill(dk_, dk_ + keys * width_, 0.0f);
+    std::fill(dv_, dv_ + keys * width_, 0.0f);
+    for (int64_t member = 0; member < group_; ++member) {
+      // Queries that may see this block: the window seen from the key's side.
+      const int64_t last_key = first_key + keys - 1;
+      const int64_t from = first_key - std::min(first_key, call_.right);
+      const int64_t to = call_.left >= length_ - last_key ? length_ : std::min(length_, last_key + call_.left + 1);
+      for (int64_t query = from / kQueryBlock * kQueryBlock; query < to; query += kQueryBlock)
+        query_block(member, query, std::min(kQueryBlock, length_ - query), first_key, keys);
+    }
+    Scalar* dk = static_cast<Scalar*>(call_.dk) + kv_head_ * call_.k_head;
+    Scalar* dv = static_cast<Scalar*>(call_.dv) + kv_head_ * call_.v_head;
+    store_rows(dk_, width_, start_ + first_key, keys, call_, true, call_.scale, dk, call_.k_token);
+    store_rows(dv_, width_, start_ + first_key, keys, call_, false, 1.0f, dv, call_.v_token);
+  }
+
+  void query_block(int64_t member, int64_t query, int64_t count, int64_t first_key, int64_t keys) {
+    KeyRange range = visible(call_, query, query + count - 1, first_key, first_key + keys);
+    if (range.empty()) return;
+    range.begin -= (range.begin - first_key) % kPanel;
+    const int64_t offset = range.begin - first_key, seen = range.end - range.begin;
+    const int64_t head = kv_head_ * group_ + member;
+    load_queries(head, query, count);
+
+    multiply<false>(count, seen, size_, query_, size_, 1, key_columns_ + offset * size_, kPanel * size_, scores_, kScoreStride);
+    multiply<false>(count, seen, size_, dout_, size_, 1, value_columns_ + offset * size_, kPanel * size_, dscores_,
+                    kScoreStride);
+    for (int64_t i = 0; i < count; ++i) score_gradient(head, query + i, range, scores_ + i * kScoreStride,
+                                                       dscores_ + i * kScoreStride, delta_[i]);
+    multiply<true>(seen, size_, count, scores_, 1, kScoreStride, dout_panels_, kPanel * count, dv_ + offset * width_, width_);
+    multiply<true>(seen, size_, count, dscores_, 1, kScoreStride, query_panels_, kPanel * count, dk_ + offset * width_, width_);
+    multiply<true>(count, size_, seen, dscores_, kScoreStride, 1, key_rows_ + offset * kPanel, kPanel * keys,
+                   dq_ + (member * length_ + query) * width_, width_);
+  }
+
+  void load_queries(int64_t head, int64_t query, int64_t count) {
+    const int64_t dense = call_.heads * size_, first = start_ + query;
+    const Scalar* q = static_cast<const Scalar*>(call_.q) + head * call_.q_head;
+    const Scalar* dout = static_cast<const Scalar*>(call_.dout) + head * size_;
+    const Scalar* out = static_cast<const Scalar*>(call_.out) + head * size_;
+    load_rows(q, call_.q_token, first, count, call_, true, query_);
+    load_rows(dout, dense, first, count, call_, false, dout_);
+    pack_rows(query_, size_, count, size_, query_panels_);
+    pack_rows(dout_, size_, count, size_, dout_panels_);
+    for (int64_t i = 0; i < count; ++i) {
+      const Scalar* row = out + (first + i) * dense;
+      float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t j = 0; j < size_; ++j) sum += load(row[j]) * dout_[i * size_ + j];
+      delta_[i] = sum;
+    }
+  }
+
+  // On entry a row of Q K^T and of dO V^T; on exit the dropped-out probabilities and the gradient of the scores.
+  void score_gradient(int64_t head, int64_t query, KeyRange range, float* scores, float* dscores, float delta) {
+    const int64_t seen = range.end - range.begin, token = start_ + query;
+    finish_scores(call_, head, query, range.begin, range.end, scores);
+    const float lse = call_.lse[token * call_.heads + head];
+    const float base = lse == kNegativeInfinity ? 0.0f : lse;
+    if (dropout_.active()) {
+      const float* factors =
+          row_factors(dropout_, static_cast<uint64_t>(token * call_.heads + head), range.begin, range.end, factors_);
+#pragma omp simd
+      for (int64_t j = 0; j < seen; ++j) {
+        const float p = exp(scores[j] - base);
+        scores[j] = p * factors[j];
+        dscores[j] = p * (dscores[j] * factors[j] - delta);
+      }
+    } else {
+#pragma omp simd
+      for (int64_t j = 0; j < seen; ++j) {
+        const float p = exp(scores[j] - base);
+        scores[j] = p;
+        dscores[j] = p * (dscores[j] - delta);
+      }
+    }
+    if (call_.dbias) {
+      float* dbias = call_.dbias + ((bias_group_ * call_.heads + head) * call_.bias_length + query) * call_.bias_length +
+                     range.begin;
+#pragma omp simd
+      for (int64_t j = 0; j < seen; ++j) dbias[j] += dscores[j];
+    }
+  }
+
+  void write_dq(int64_t chunk) {
+    const int64_t dense = call_.heads * size_, tokens = call_.starts[call_.sequences];
+    for (int64_t member = 0; member < group_; ++member) {
+      const int64_t head = kv_head_ * group_ + member;
+      const float* from = dq_ + member * length_ * width_;
+      if (length_ <= kKeyChunk) {
+        Scalar* dq = static_cast<Scalar*>(call_.dq) + head * call_.q_head;
+        store_rows(from, width_, start_, length_, call_, true, call_.scale, dq, call_.q_token);
+      } else {
+        float* part = call_.dq_parts + chunk * tokens * dense + start_ * dense + head * size_;
+        for (int64_t i = 0; i < length_; ++i) std::copy(from + i * width_, from + i * width_ + size_, part + i * dense);
+      }
+    }
+  }
+
+  const AttentionCall& call_;
+  const Dropout& dropout_;
+  const int64_t size_, width_, group_;
+  int64_t start_ = 0, length_ = 0, kv_head_ = 0, bias_group_ = 0;
+  float *rows_, *key_columns_, *value_columns_, *key_rows_, *dk_, *dv_, *query_, *dout_, *query_panels_, *dout_panels_;
+  float *scores_, *dscores_, *delta_, *factors_, *dq_;
+};
+
+// Sums the parts that the key chunks of long sequences left, in the order of the chunks.
+template <typename Scalar>
+void combine_dq(const AttentionCall& call) {
+  const int64_t dense = call.heads * call.head_size, tokens = call.starts[call.sequences];
+  for (int64_t sequence = 0; sequence < call.sequences; ++sequence) {
+    const int64_t start = call.starts[sequence], length = call.starts[sequence + 1] - start;
+    if (length <= kKeyChunk) continue;
+    const int64_t chunks = (length + kKeyChunk - 1) / kKeyChunk;
+    parallel_ranges(length, call.threads, [&](int64_t begin, int64_t end) {
+      for (int64_t token = start + begin; token < start + end; ++token) {
+        float* row = call.dq_parts + token * dense;
+        for (int64_t chunk = 1; chunk < chunks; ++chunk) {
+          const float* part = row + chunk * tokens * dense;
+#pragma omp simd
+          for (int64_t j = 0; j < dense; ++j) row[j] += part[j];
+        }
+        for (int64_t head = 0; head < call.heads; ++head)
+          store_rows(row + head * call.head_size, 0, token, 1, call, true, call.scale,
+                     static_cast<Scalar*>(call.dq) + head * call.q_head, call.q_token);
+      }
+    });
+  }
+}
+
+// Longest first: the last tasks handed out should be short ones.
+std::vector<int64_t> by_length(const AttentionCall& call) {
+  std::vector<int64_t> order;
+  for (int64_t s = 0; s < call.sequences; ++s)
+    if (call.starts[s + 1] > call.starts[s]) order.push_back(s);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return call.starts[a + 1] - call.starts[a] > call.starts[b + 1] - call.starts[b];
+  });
+  return order;
+}
+
+template <typename Scalar>
+void forward(const AttentionCall& call) {
+  const Dropout dropout(call.p, call.key);
+  std::vector<ForwardTask> tasks;
+  for (int64_t sequence : by_length(call)) {
+    const int64_t length = call.starts[sequence + 1] - call.starts[sequence];
+    for (int64_t head = 0; head < call.heads; ++head)
+      for (int64_t query = 0; query < length; query += kQueryChunk) tasks.push_back({sequence, head, query});
+  }
+  parallel_tasks(static_cast<int64_t>(tasks.size()), call.threads,
+                 [&](int64_t index) { forward_task<Scalar>(call, dropout, tasks[index]); });
+}
+
+template <typename Scalar>
+void backward(const AttentionCall& call) {
+  const Dropout dropout(call.p, call.key);
+  const std::vector<int64_t> order = by_length(call);
+  const int64_t count = static_cast<int64_t>(order.size());
+  std::vector<BackwardTask> tasks;
+  if (call.dbias) {
+    for (int64_t group = 0; group < call.bias_groups; ++group)
+      for (int64_t head = 0; head < call.kv_heads; ++head)
+        tasks.push_back({count * group / call.bias_groups, count * (group + 1) / call.bias_groups, head, -1, group});
+  } else {
+    for (int64_t position = 0; position < count; ++position) {
+      const int64_t length = call.starts[order[position] + 1] - call.starts[order[position]];
+      for (int64_t head = 0; head < call.kv_heads; ++head)
+        for (int64_t chunk = 0; chunk * kKeyChunk < length; ++chunk)
+          tasks.push_back({position, position + 1, head, chunk, 0});
+    }
+  }
+  parallel_tasks(static_cast<int64_t>(tasks.size()), call.threads, [&](int64_t index) {
+    BackwardTask task = tasks[index];
+    Backward<Scalar> worker(call, dropout);
+    for (int64_t position = task.first; position < task.last; ++position) {
+      const int64_t sequence = order[position];
+      if (task.chunk >= 0) {
+        worker.run(sequence, task);
+        continue;
+      }
+      const int64_t length = call.starts[sequence + 1] - call.starts[sequence];
+      for (BackwardTask piece = {0, 0, task.kv_head, 0, task.bias_group}; piece.chunk * kKeyChunk < length; ++piece.chunk)
+        worker.run(sequence, piece);
+    }
+  });
+  if (call.dq_parts) combine_dq<Scalar>(call);
+}
+
+}  // namespace
+}  // namespace stoker
+
+STOKER_API int64_t stoker_attention_key_chunk() { return stoker::kKeyChunk; }
+
+STOKER_API void stoker_attention_forward(const stoker::AttentionCall* call) {
+  stoker::for_dtype(call->dtype, [&](auto* tag) { stoker::forward<std::remove_pointer_t<decltype(tag)>>(*call); });
+}
+
+STOKER_API void stoker_attention_backward(const stoker::AttentionCall* call) {
+  stoker::for_dtype(call->dtype, [&](auto* tag) { stoker::backward<std::remove_pointer_t<decltype(tag)>>(*call); });
+}
