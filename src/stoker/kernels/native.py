@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LEVELS", "NativeLibraryError", "available", "dtype_code", "function", "level", "library", "threads"]
+__all__ = ["LEVELS", "NativeLibraryError", "available", "dtype_code", "function", "level", "library", "parameter", "pointer", "threads"]
 
 ABI = 1  # stoker_abi() of the library these bindings were written for
 
@@ -118,6 +118,16 @@ def function(name: str, signature: str) -> Callable[..., Any]:
 def dtype_code(dtype: torch.dtype) -> int:
     """The number by which C++ knows a storage type (csrc/core/types.h)."""
     return _DTYPES[dtype]
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """The address of a tensor that may be missing; C++ gets a null pointer then."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def parameter(tensor: torch.Tensor | None) -> int:
+    """The storage type of a tensor that may be missing."""
+    return 0 if tensor is None else _DTYPES[tensor.dtype]
 
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_tensor", "define", "draw_key", "key_value", "reference_factors"]
+__all__ = ["check_device", "check_tensor", "define", "draw_key", "key_value", "reference_factors", "split_rows"]
 
 _LIBRARY = torch.library.Library("stoker", "DEF")
 
@@ -61,6 +61,19 @@ def check_tensor(
     ):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ValueError(f"{operator}: {name} has shape {tuple(tensor.shape)}; it must be ({wanted})")
+
+
+def check_device(operator: str, **tensors: Tensor | None) -> None:
+    """Raises ValueError for a tensor that is not on the CPU: torch's dispatcher would not even reach our own checks."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device.type != "cpu":
+            raise ValueError(f"{operator}: {name} is on {tensor.device}; Stoker's kernels run on the CPU only")
+
+
+def split_rows(tensor: Tensor) -> tuple[int, int]:
+    """A tensor as (rows, columns): a row is a position of all dimensions but the last."""
+    columns = tensor.shape[-1] if tensor.dim() else 1
+    return (tensor.numel() // columns if columns else 0), columns
 
 
 def draw_key() -> Tensor:
