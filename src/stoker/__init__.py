@@ -2,5 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stoker.machine import Machine as Machine
+
 __version__ = "0.1.0.dev0"
-__all__ = ["__version__"]
+__all__ = ["Machine", "__version__"]
+
+# Public name -> the module it lives in, imported when the name is first used: `import stoker` must stay cheap, and
+# `stoker --help` must not wait for torch.
+_HOMES: dict[str, str] = {
+    "Machine": "stoker.machine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stoker' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOMES))

@@ -1,0 +1,28 @@
+"""What this computer is: instruction sets, cores, NUMA nodes, limits, software and measured rates; no torch on import.
+
+`Machine.read()` gives the facts. `stoker.machine.rates` measures, `software` looks at what is installed, `verdicts` says
+what follows, `page` shows it all.
+"""
+
+from __future__ import annotations
+
+from stoker.machine.cgroup import Cgroup
+from stoker.machine.cpuinfo import CpuModel
+from stoker.machine.facts import Machine, this_machine
+from stoker.machine.isa import InstructionSets
+from stoker.machine.limits import Limits, Ulimit
+from stoker.machine.topology import Cache, Core, Cpu, Node
+
+__all__ = [
+    "Cache",
+    "Cgroup",
+    "Core",
+    "Cpu",
+    "CpuModel",
+    "InstructionSets",
+    "Limits",
+    "Machine",
+    "Node",
+    "Ulimit",
+    "this_machine",
+]

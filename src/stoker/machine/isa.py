@@ -1,0 +1,71 @@
+"""Instruction sets that matter for training, by the names people use and the flags the kernel shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ARM_SETS", "X86_SETS", "InstructionSets", "read_instruction_sets"]
+
+X86_SETS: dict[str, str] = {
+    "AVX2": "avx2",
+    "FMA": "fma",
+    "F16C": "f16c",
+    "AVX-VNNI": "avx_vnni",
+    "AVX-NE-CONVERT": "avx_ne_convert",
+    "AVX512-F": "avx512f",
+    "AVX512-BW": "avx512bw",
+    "AVX512-VL": "avx512vl",
+    "AVX512-DQ": "avx512dq",
+    "AVX512-VNNI": "avx512_vnni",
+    "AVX512-BF16": "avx512_bf16",
+    "AVX512-FP16": "avx512_fp16",
+    "AMX-TILE": "amx_tile",
+    "AMX-BF16": "amx_bf16",
+    "AMX-INT8": "amx_int8",
+    "AMX-FP16": "amx_fp16",
+}
+
+ARM_SETS: dict[str, str] = {
+    "NEON": "asimd",
+    "FP16": "asimdhp",
+    "DOTPROD": "asimddp",
+    "BF16": "bf16",
+    "I8MM": "i8mm",
+    "SVE": "sve",
+    "SVE-BF16": "svebf16",
+    "SVE2": "sve2",
+    "SME": "sme",
+}
+
+
+@dataclass(frozen=True)
+class InstructionSets:
+    """What the CPU can compute with."""
+
+    present: tuple[str, ...]
+    """Names out of X86_SETS or ARM_SETS, in that order."""
+    absent: tuple[str, ...]
+    flags: frozenset[str]
+    """Every feature flag, as the kernel spells it."""
+
+    @property
+    def bf16_units(self) -> str | None:
+        """The name of the units that multiply bf16 numbers; None if there are none and products must be made in fp32."""
+        for name in ("AMX-BF16", "AVX512-BF16", "SVE-BF16", "BF16"):
+            if name in self.present:
+                return name
+        return None
+
+
+def read_instruction_sets(flags: frozenset[str], architecture: str | None) -> InstructionSets:
+    if architecture in {"x86_64", "x86"}:
+        table = X86_SETS
+    elif architecture in {"aarch64", "arm64", "arm"}:
+        table = ARM_SETS
+    else:
+        table = {}
+    return InstructionSets(
+        present=tuple(name for name, flag in table.items() if flag in flags),
+        absent=tuple(name for name, flag in table.items() if flag not in flags),
+        flags=flags,
+    )

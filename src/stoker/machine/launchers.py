@@ -1,0 +1,71 @@
+"""Programs that start many processes: which are installed, where, and which MPI an `mpirun` belongs to."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+__all__ = ["Launcher", "find_launchers", "recognise"]
+
+_PROGRAMS = ("mpirun", "mpiexec", "torchrun", "srun")
+_SECONDS = 3.0  # an mpirun that waits for a daemon must not hold up the page
+
+
+@dataclass(frozen=True)
+class Launcher:
+    program: str
+    """mpirun, mpiexec, torchrun or srun."""
+    kind: str
+    """Intel MPI, MPICH, Open MPI, torchrun, Slurm, or unknown."""
+    version: str | None
+    path: str
+
+
+def find_launchers(path: str | None = None) -> tuple[Launcher, ...]:
+    """Those on PATH, and those beside the running Python: a venv's own are used even where it is not activated."""
+    places = [path if path is not None else os.environ.get("PATH", ""), os.path.dirname(sys.executable)]
+    found: dict[str, str] = {}
+    for place in places:
+        for program in _PROGRAMS:
+            where = shutil.which(program, path=place)
+            if where and os.path.realpath(where) not in map(os.path.realpath, found):
+                found[where] = program
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return tuple(pool.map(lambda item: _ask(item[1], item[0]), found.items()))
+
+
+def _ask(program: str, path: str) -> Launcher:
+    if program == "torchrun":  # answering would import torch; its version is torch's
+        return Launcher(program, "torchrun", None, path)
+    try:
+        answer = subprocess.run(
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_SECONDS,
+            check=False,
+        ).stdout.decode("utf-8", "replace")
+    except (OSError, subprocess.SubprocessError):
+        answer = ""
+    kind, version = recognise(answer)
+    return Launcher(program, kind, version, path)
+
+
+def recognise(answer: str) -> tuple[str, str | None]:
+    """The kind and version that a launcher's --version names."""
+    for kind, mark, number in (
+        ("Intel MPI", r"Intel\(R\) MPI", r"Version\s+([\d.]+)"),
+        ("Open MPI", r"Open MPI|OpenRTE", r"(?:Open MPI\)?|OpenRTE\)?)\s+v?(\d[\w.]*)"),
+        ("MPICH", r"HYDRA|mpich", r"Version:\s+(\d[\w.]*)"),
+        ("Slurm", r"^slurm", r"slurm(?:-wlm)?\s+(\d[\w.]*)"),
+    ):
+        if re.search(mark, answer, re.I | re.M):
+            match = re.search(number, answer, re.I)
+            return kind, match[1] if match else None
+    return "unknown", None

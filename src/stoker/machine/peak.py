@@ -1,0 +1,85 @@
+"""The arithmetic a core can do per cycle, by microarchitecture, and the theoretical peak that follows from it.
+
+A table of what vendors document: vector width times multiply-add units times two. Where a CPU is not in it, the peak is
+unknown, not guessed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stoker.machine.facts import Machine
+
+__all__ = ["PerCycle", "peak_gflops", "per_cycle"]
+
+
+@dataclass(frozen=True)
+class PerCycle:
+    """Floating-point operations per cycle and performance core."""
+
+    fp32: int
+    bf16: int | None
+    """None without bf16 units."""
+
+
+_AVX2_TWO_UNITS = 32  # 8 lanes x 2 units x (multiply + add)
+_AVX512_TWO_UNITS = 64
+_AMX_BF16 = 1024  # one 16 x 16 x 32 tile product every 16 cycles
+_INTEL_SMALL_CORES = {0xAF, 0xBE, 0xB6}  # Sierra Forest, Alder Lake-N, Grand Ridge: two 128-bit units
+_INTEL_SERVER_AVX512 = {0x6A, 0x6C, 0x8F, 0xCF, 0xAD, 0xAE}  # Ice Lake-SP/-D, Sapphire and Emerald Rapids, Granite Rapids
+_SKYLAKE_SERVER = 0x55  # Skylake-SP, Cascade Lake, Cooper Lake: the cheaper ones have one 512-bit unit beside two of 256
+_ARM = {
+    0xD0C: PerCycle(16, None),  # Neoverse N1: 2 x 128 bit
+    0xD40: PerCycle(32, 128),  # Neoverse V1: 2 x 256 bit SVE
+    0xD49: PerCycle(16, 64),  # Neoverse N2: 2 x 128 bit
+    0xD4F: PerCycle(32, 128),  # Neoverse V2: 4 x 128 bit
+}
+
+
+def per_cycle(machine: Machine) -> PerCycle | None:
+    model, sets = machine.model, machine.isa.present
+    if model.vendor == "ARM":
+        return _ARM.get(model.model or -1)
+    if model.vendor == "AuthenticAMD":
+        fp32 = _amd_fp32(model.family or 0, model.model or 0)
+    elif model.vendor == "GenuineIntel":
+        fp32 = _intel_fp32(machine)
+    else:
+        fp32 = None
+    if fp32 is None or "AVX2" not in sets or "FMA" not in sets:
+        return None
+    if "AMX-BF16" in sets:
+        return PerCycle(fp32, _AMX_BF16)
+    return PerCycle(fp32, 2 * fp32 if "AVX512-BF16" in sets else None)
+
+
+def _amd_fp32(family: int, model: int) -> int | None:
+    if family == 0x17:  # Zen 1 splits 256-bit operations in two, Zen 2 does not
+        return 16 if model < 0x30 else _AVX2_TWO_UNITS
+    if family == 0x19:  # Zen 3, and Zen 4 with its double-pumped AVX-512
+        return _AVX2_TWO_UNITS
+    if family == 0x1A and model < 0x20:  # Zen 5 servers; the mobile ones have half
+        return _AVX512_TWO_UNITS
+    return None
+
+
+def _intel_fp32(machine: Machine) -> int | None:
+    model, name = machine.model.model or 0, machine.model.name or ""
+    if machine.model.family != 6 or model in _INTEL_SMALL_CORES:
+        return 16 if model in _INTEL_SMALL_CORES else None
+    if "AVX512-F" not in machine.isa.present:
+        return _AVX2_TWO_UNITS
+    if model in _INTEL_SERVER_AVX512:
+        return _AVX512_TWO_UNITS
+    if model == _SKYLAKE_SERVER:
+        if "Platinum" in name or "Gold 6" in name or "Gold 5122" in name:
+            return _AVX512_TWO_UNITS
+        return _AVX2_TWO_UNITS if any(kind in name for kind in ("Gold 5", "Silver", "Bronze")) else None
+    return _AVX2_TWO_UNITS  # client cores: one 512-bit unit
+
+
+def peak_gflops(machine: Machine, dtype: str, threads: int, ghz: float | None) -> float | None:
+    """The theoretical peak of `threads` cores at `ghz` for dtype fp32 or bf16; None where it cannot be derived."""
+    cycle = per_cycle(machine)
+    work = None if cycle is None else cycle.fp32 if dtype == "fp32" else cycle.bf16
+    return work * threads * ghz if work and ghz else None

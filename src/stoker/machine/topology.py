@@ -1,0 +1,196 @@
+"""How the CPUs hang together: which are siblings of one core, which core sits in which socket and NUMA node, which share
+a cache, and which are the fast ones of a hybrid CPU.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from stoker.machine.cpuinfo import Processor
+from stoker.machine.tree import Tree, parse_size
+
+__all__ = ["Cache", "Core", "Cpu", "Node", "read_caches", "read_cpus", "read_nodes"]
+
+_CPU = "/sys/devices/system/cpu"
+_NODE = "/sys/devices/system/node"
+
+# Arm and newer x86 kernels give each CPU a share of 1024. Boost differences between equal cores stay above 0.8; the small
+# cores of hybrid CPUs lie below 0.6 of the large ones.
+_EFFICIENCY_CAPACITY = 0.6
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """One logical CPU: what a thread is pinned to."""
+
+    number: int
+    core: int
+    """The physical core it belongs to: the lowest CPU number among its siblings."""
+    socket: int
+    node: int
+    kind: str
+    """performance or efficiency; all CPUs of a machine with one kind are performance."""
+    siblings: tuple[int, ...]
+    """All logical CPUs of its core, itself included."""
+
+
+@dataclass(frozen=True)
+class Core:
+    """One physical core: what a busy thread should have for itself."""
+
+    number: int
+    socket: int
+    node: int
+    kind: str
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One NUMA node: memory, and the CPUs close to it."""
+
+    number: int
+    cpus: tuple[int, ...]
+    """Empty for memory without CPUs (HBM, CXL)."""
+    memory: int | None
+    """Bytes."""
+    free: int | None
+    distances: tuple[int, ...]
+    """To each node, as the firmware tells; 10 is local."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One cache of the machine, with the CPUs that share it."""
+
+    level: int
+    kind: str
+    """data, instruction or unified."""
+    size: int | None
+    """Bytes."""
+    cpus: tuple[int, ...]
+
+
+def read_cpus(tree: Tree, processors: list[Processor], nodes: tuple[Node, ...]) -> tuple[Cpu, ...]:
+    """All CPUs that are switched on."""
+    from_cpuinfo = {int(fields["processor"]): fields for fields in processors if fields["processor"].isdigit()}
+    numbers = tree.cpu_list(f"{_CPU}/online") or tuple(sorted(from_cpuinfo)) or _count_of_last_resort(tree)
+    node_of = {cpu: node.number for node in nodes for cpu in node.cpus}
+    slow = _efficiency_cpus(tree, numbers)
+    cpus = []
+    for number in numbers:
+        fields = from_cpuinfo.get(number, {})
+        siblings = _siblings(tree, number, fields, from_cpuinfo)
+        socket = tree.number(f"{_CPU}/cpu{number}/topology/physical_package_id")
+        if socket is None:
+            socket = int(fields["physical id"]) if fields.get("physical id", "").isdigit() else 0
+        cpus.append(
+            Cpu(
+                number=number,
+                core=siblings[0],
+                socket=max(socket, 0),  # -1 where the firmware says nothing
+                node=node_of.get(number, 0),
+                kind="efficiency" if number in slow else "performance",
+                siblings=siblings,
+            )
+        )
+    return tuple(cpus)
+
+
+def _count_of_last_resort(tree: Tree) -> tuple[int, ...]:
+    if not tree.live:
+        return ()
+    import os
+
+    return tuple(range(os.cpu_count() or 1))
+
+
+def _siblings(tree: Tree, number: int, fields: Processor, others: dict[int, Processor]) -> tuple[int, ...]:
+    topology = f"{_CPU}/cpu{number}/topology"
+    listed = tree.cpu_list(f"{topology}/thread_siblings_list") or tree.cpu_list(f"{topology}/core_cpus_list")
+    if listed and number in listed:
+        return listed
+    if "core id" not in fields:
+        return (number,)
+    place = (fields.get("physical id"), fields["core id"])
+    return tuple(sorted(n for n, other in others.items() if (other.get("physical id"), other.get("core id")) == place))
+
+
+def _efficiency_cpus(tree: Tree, numbers: tuple[int, ...]) -> frozenset[int]:
+    fast = tree.cpu_list("/sys/devices/cpu_core/cpus")
+    if fast:  # Intel's hybrid CPUs: cpu_atom, and cpu_lowpower on the newest, are the others
+        return frozenset(numbers) - frozenset(fast)
+    capacities = {n: tree.number(f"{_CPU}/cpu{n}/cpu_capacity") for n in numbers}
+    known = {n: capacity for n, capacity in capacities.items() if capacity}
+    highest = max(known.values(), default=0)
+    return frozenset(n for n, capacity in known.items() if capacity < _EFFICIENCY_CAPACITY * highest)
+
+
+def read_nodes(tree: Tree, processors: list[Processor]) -> tuple[Node, ...]:
+    """The NUMA nodes; a machine without NUMA is one node with everything."""
+    numbers = sorted(int(name[4:]) for name in tree.names(_NODE) if re.fullmatch(r"node\d+", name))
+    nodes = [_read_node(tree, number) for number in numbers]
+    memory = meminfo(tree)
+    if len(nodes) == 1 and nodes[0].cpus:
+        # Memory that a hypervisor adds after boot may be missing from the node's own count; here both must be equal.
+        total, free = memory.get("MemTotal", nodes[0].memory), memory.get("MemFree", nodes[0].free)
+        return (replace(nodes[0], memory=total, free=free),)
+    if any(node.cpus for node in nodes):
+        return tuple(nodes)
+    everything = tree.cpu_list(f"{_CPU}/online") or tuple(
+        sorted(int(fields["processor"]) for fields in processors if fields["processor"].isdigit())
+    )
+    return (
+        Node(
+            number=0,
+            cpus=everything or _count_of_last_resort(tree),
+            memory=memory.get("MemTotal"),
+            free=memory.get("MemFree"),
+            distances=(10,),
+        ),
+    )
+
+
+def _read_node(tree: Tree, number: int) -> Node:
+    where = f"{_NODE}/node{number}"
+    memory = dict(re.findall(r"^Node \d+ (\w+):\s+(\d+) kB", tree.text(f"{where}/meminfo") or "", re.M))
+    distances = (tree.text(f"{where}/distance") or "").split()
+    return Node(
+        number=number,
+        cpus=tree.cpu_list(f"{where}/cpulist") or (),
+        memory=int(memory["MemTotal"]) << 10 if "MemTotal" in memory else None,
+        free=int(memory["MemFree"]) << 10 if "MemFree" in memory else None,
+        distances=tuple(int(d) for d in distances if d.isdigit()),
+    )
+
+
+def meminfo(tree: Tree) -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    found = re.findall(r"^([\w()]+):\s+(\d+) kB", tree.text("/proc/meminfo") or "", re.M)
+    return {key: int(kilobytes) << 10 for key, kilobytes in found}
+
+
+def read_caches(tree: Tree, cpus: tuple[Cpu, ...]) -> tuple[Cache, ...]:
+    """Each cache once. A CPU is skipped where a neighbour that shares the cache has been read: it saves thousands of files."""
+    caches: list[Cache] = []
+    covered: set[tuple[str, int]] = set()
+    for cpu in cpus:
+        where = f"{_CPU}/cpu{cpu.number}/cache"
+        for index in ("index0", "index1", "index2", "index3", "index4"):
+            if (index, cpu.number) in covered:
+                continue
+            level = tree.number(f"{where}/{index}/level")
+            if level is None:
+                break
+            shared = tree.cpu_list(f"{where}/{index}/shared_cpu_list") or (cpu.number,)
+            covered.update((index, number) for number in shared)
+            caches.append(
+                Cache(
+                    level=level,
+                    kind=(tree.text(f"{where}/{index}/type") or "unknown").lower(),
+                    size=parse_size(tree.text(f"{where}/{index}/size")),
+                    cpus=shared,
+                )
+            )
+    return tuple(sorted(caches, key=lambda cache: (cache.level, cache.kind, cache.cpus)))

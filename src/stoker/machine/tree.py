@@ -1,0 +1,77 @@
+"""Reading /proc and /sys below one root path, so that the recorded tree of another machine can be read like this one.
+
+Every reader answers None (or nothing) for what is missing, unreadable or not in the format it should have. Nothing here
+raises.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["Tree", "parse_cpu_list", "parse_size"]
+
+_HIGHEST_CPU = 1 << 16  # the kernel's NR_CPUS is 8192 at most; a larger number means a broken file
+
+
+class Tree:
+    """The files of one machine: this one for root "/", a recorded one for any other."""
+
+    def __init__(self, root: str | os.PathLike[str] = "/") -> None:
+        self.root = Path(root)
+        self.live = os.path.abspath(self.root) == "/"
+        self._prefix = str(self.root).rstrip("/")
+
+    def text(self, path: str) -> str | None:
+        """The contents of the file at the absolute `path`, without surrounding white space."""
+        try:
+            with open(self._prefix + path, "rb", buffering=0) as file:
+                return file.read().decode("utf-8", "replace").strip()
+        except (OSError, ValueError):
+            return None
+
+    def number(self, path: str) -> int | None:
+        try:
+            return int(self.text(path) or "")
+        except ValueError:
+            return None
+
+    def cpu_list(self, path: str) -> tuple[int, ...] | None:
+        text = self.text(path)
+        return None if text is None else parse_cpu_list(text)
+
+    def names(self, path: str) -> list[str]:
+        """What lies in the directory at `path`, sorted; nothing where there is no such directory."""
+        try:
+            return sorted(os.listdir(self._prefix + path))
+        except OSError:
+            return []
+
+    def has_directory(self, path: str) -> bool:
+        return os.path.isdir(self._prefix + path)
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...] | None:
+    """The CPUs of a kernel list such as `0-3,8,10-11`; None if it is not one."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        try:
+            start, end = int(first), int(last or first)
+        except ValueError:
+            return None
+        if not 0 <= start <= end < _HIGHEST_CPU:
+            return None
+        cpus.update(range(start, end + 1))
+    return tuple(sorted(cpus))
+
+
+def parse_size(text: str | None) -> int | None:
+    """The bytes of a size such as `48K`, `107520k`, `2M` or `4096`; None if it is not one."""
+    text = (text or "").strip()
+    factors = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+    factor = factors.get(text[-1:].lower())
+    try:
+        return int(text[:-1]) * factor if factor else int(text)
+    except ValueError:
+        return None
