@@ -1,4 +1,4 @@
-"""The user's cache directory: small JSON files with what was measured on this machine, written so that none is ever half there.
+"""The user's cache directory: small JSON files with what was measured on this machine, none of them ever half written.
 
 $STOKER_CACHE_DIR, else $XDG_CACHE_HOME/stoker, else ~/.cache/stoker. Losing it costs a measurement, nothing else, so a
 broken file reads as a missing one; that it cannot be written is for the caller to say.

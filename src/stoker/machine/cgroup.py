@@ -1,6 +1,6 @@
 """Control groups, versions 1 and 2: what a container, a batch system or systemd lets this process have.
 
-A limit of any ancestor binds as well, so every reader walks from the process's own group up to the mount point. Inside a
+A limit of any ancestor binds as well, so every reader walks from the process's own group up to the mount point. In a
 container the group's path in /proc/self/cgroup may be that of the host; the mount's root in mountinfo tells how much of
 it to leave out.
 """

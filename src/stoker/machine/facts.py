@@ -96,7 +96,9 @@ class Machine:
     def usable_cores(self) -> tuple[Core, ...]:
         """Physical cores of which this process may use at least one logical CPU, with those CPUs only."""
         usable = set(self.usable_cpus)
-        cores = (dataclasses.replace(core, cpus=tuple(cpu for cpu in core.cpus if cpu in usable)) for core in self.cores)
+        cores = (
+            dataclasses.replace(core, cpus=tuple(cpu for cpu in core.cpus if cpu in usable)) for core in self.cores
+        )
         return tuple(core for core in cores if core.cpus)
 
     @property

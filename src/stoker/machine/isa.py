@@ -50,7 +50,7 @@ class InstructionSets:
 
     @property
     def bf16_units(self) -> str | None:
-        """The name of the units that multiply bf16 numbers; None if there are none and products must be made in fp32."""
+        """The units that multiply bf16 numbers; None if there are none, so that products are made in fp32."""
         for name in ("AMX-BF16", "AVX512-BF16", "SVE-BF16", "BF16"):
             if name in self.present:
                 return name

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: CPUs, memory, shared memory, and the limits of the shell it was started from."""
+"""What this process may use of the machine: CPUs, memory, shared memory, and the limits of the shell."""
 
 from __future__ import annotations
 

@@ -20,6 +20,11 @@ class Load:
     """CPUs' worth of time that the hypervisor gave to other virtual machines."""
     cpus: int
 
+    @property
+    def disturbs(self) -> bool:
+        """Whether it is enough to slow a training down, or to spoil a measurement."""
+        return self.busy > max(0.25 * self.cpus, 0.5)
+
 
 def watch(seconds: float = 0.2) -> Load | None:
     """The load over the next moments; None where it cannot be told."""

@@ -26,8 +26,17 @@ _AVX2_TWO_UNITS = 32  # 8 lanes x 2 units x (multiply + add)
 _AVX512_TWO_UNITS = 64
 _AMX_BF16 = 1024  # one 16 x 16 x 32 tile product every 16 cycles
 _INTEL_SMALL_CORES = {0xAF, 0xBE, 0xB6}  # Sierra Forest, Alder Lake-N, Grand Ridge: two 128-bit units
-_INTEL_SERVER_AVX512 = {0x6A, 0x6C, 0x8F, 0xCF, 0xAD, 0xAE}  # Ice Lake-SP/-D, Sapphire and Emerald Rapids, Granite Rapids
-_SKYLAKE_SERVER = 0x55  # Skylake-SP, Cascade Lake, Cooper Lake: the cheaper ones have one 512-bit unit beside two of 256
+_INTEL_SERVER_AVX512 = {
+    0x6A,
+    0x6C,
+    0x8F,
+    0xCF,
+    0xAD,
+    0xAE,
+}  # Ice Lake-SP/-D, Sapphire and Emerald Rapids, Granite Rapids
+_SKYLAKE_SERVER = (
+    0x55  # Skylake-SP, Cascade Lake, Cooper Lake: the cheaper ones have one 512-bit unit beside two of 256
+)
 _ARM = {
     0xD0C: PerCycle(16, None),  # Neoverse N1: 2 x 128 bit
     0xD40: PerCycle(32, 128),  # Neoverse V1: 2 x 256 bit SVE

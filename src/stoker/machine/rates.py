@@ -1,8 +1,8 @@
-"""What this machine really reaches: matrix products in fp32 and bf16, memory bandwidth. Measured once and kept per machine.
+"""What this machine really reaches: matrix products in fp32 and bf16, memory bandwidth; measured once, kept per machine.
 
-`known()` answers from the cache and imports no torch; `measure()` takes some seconds. Everything that speaks of a share of
-the machine's peak takes it from here. The best of many short runs counts, as in STREAM: whatever else the machine does can
-only make a run look slower.
+`known()` answers from the cache and imports no torch; `measure()` takes some seconds. Everything that speaks of a share
+of the machine's peak takes it from here. The best of many short runs counts, as in STREAM: whatever else the machine does
+can only make a run look slower.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Rates:
     measured: str
     """When, in UTC."""
     seconds: float
+    disturbed: bool
+    """Whether other programs kept CPUs busy meanwhile: then the figures are lower than what the machine can do."""
 
     @property
     def fastest_dtype(self) -> str:
@@ -78,6 +80,8 @@ def _plausible(values: dict[str, Any]) -> bool:
         value = values[field.name]
         if field.name in {"torch", "measured"}:
             good = isinstance(value, str)
+        elif field.name == "disturbed":
+            good = isinstance(value, bool)
         elif value is None:
             good = field.name.startswith("clock")
         else:
@@ -99,46 +103,60 @@ def forgotten_reason(machine: Machine, rates: Rates) -> str | None:
 
 
 def measure(
-    machine: Machine, *, clock: Clock | None = None, progress: Progress | None = None, seconds: float = 6.0
+    machine: Machine,
+    *,
+    clock: Clock | None = None,
+    progress: Progress | None = None,
+    seconds: float = 6.0,
+    disturbed: bool = False,
 ) -> Rates:
     """Measures in at most about `seconds`, with torch's own products. Leaves torch's thread count as it was."""
     import torch
 
     begin = time.perf_counter()
-    share = seconds / (len(STEPS) + 0.5)
-    threads = machine.usable_threads
-    before = torch.get_num_threads()
+    end = begin + seconds
+    threads, before = machine.usable_threads, torch.get_num_threads()
     say = progress or (lambda step: None)
     found: dict[str, float] = {}
+    clocks: dict[int, float] = {}
+    plan = (
+        ("fp32_one", torch.float32, 1),
+        ("fp32_all", torch.float32, threads),
+        ("bf16_one", torch.bfloat16, 1),
+        ("bf16_all", torch.bfloat16, threads),
+    )
     try:
-        for step, key, dtype, count in (
-            (STEPS[0], "fp32_one", torch.float32, 1),
-            (STEPS[1], "fp32_all", torch.float32, threads),
-            (STEPS[2], "bf16_one", torch.bfloat16, 1),
-            (STEPS[3], "bf16_all", torch.bfloat16, threads),
-        ):
-            say(step)
+        for index, (key, dtype, count) in enumerate(plan):
+            say(STEPS[index])
             torch.set_num_threads(count)
-            found[key] = _product_gflops(dtype, share)
+            _watch_clock(clock, count, clocks)
+            found[key] = _product_gflops(dtype, (end - time.perf_counter()) / (len(STEPS) - index))
+            _watch_clock(clock, count, clocks)
         say(STEPS[4])
-        elements = _bandwidth_elements(machine)
         torch.set_num_threads(threads)
-        arrays = [torch.zeros(elements) for _ in range(3)]  # touched by the threads that will use them
-        found["bandwidth_all"] = _triad_gigabytes(arrays, share / 2)
+        arrays = [torch.zeros(_bandwidth_elements(machine)) for _ in range(3)]  # touched by those who will use them
+        found["bandwidth_all"] = _triad_gigabytes(arrays, (end - time.perf_counter()) / 2)
         torch.set_num_threads(1)
-        found["bandwidth_one"] = _triad_gigabytes(arrays, share / 2)
-        torch.set_num_threads(before)
-        return Rates(
-            threads=threads,
-            **{key: round(value, 2) for key, value in found.items()},
-            clock_one=_tidy_clock(clock, 1),
-            clock_all=_tidy_clock(clock, threads),
-            torch=str(torch.__version__),
-            measured=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            seconds=round(time.perf_counter() - begin, 2),
-        )
+        found["bandwidth_one"] = _triad_gigabytes(arrays, end - time.perf_counter())
     finally:
         torch.set_num_threads(before)
+    return Rates(
+        threads=threads,
+        **{key: round(value, 2) for key, value in found.items()},
+        clock_one=clocks.get(1),
+        clock_all=clocks.get(threads),
+        torch=str(torch.__version__),
+        measured=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        seconds=round(time.perf_counter() - begin, 2),
+        disturbed=disturbed,
+    )
+
+
+def _watch_clock(clock: Clock | None, threads: int, best: dict[int, float]) -> None:
+    """Clocks wander with what the neighbours do; the best product must be held against the best clock around it."""
+    ghz = clock(threads) if clock else None
+    if ghz:
+        best[threads] = max(best.get(threads, 0.0), round(ghz, 3))
 
 
 def _product_gflops(dtype: torch.dtype, seconds: float) -> float:
@@ -164,7 +182,7 @@ def _product_gflops(dtype: torch.dtype, seconds: float) -> float:
 
 
 def _bandwidth_elements(machine: Machine) -> int:
-    """Floats per array: four times the last-level caches, so that they cannot help, within a small part of the memory."""
+    """Floats per array: four times the last-level caches, which then cannot help, in a small part of the memory."""
     last = max((cache.level for cache in machine.caches), default=0)
     cached = sum(cache.size or 0 for cache in machine.caches if cache.level == last and cache.kind != "instruction")
     room = (machine.usable_memory or 1 << 32) // 24
@@ -184,11 +202,6 @@ def _triad_gigabytes(arrays: list[torch.Tensor], seconds: float) -> float:
         best = max(best, 3 * out.numel() * out.element_size() / taken / 1e9)
         trials += 1
     return best
-
-
-def _tidy_clock(clock: Clock | None, threads: int) -> float | None:
-    ghz = clock(threads) if clock else None
-    return round(ghz, 3) if ghz else None
 
 
 def _torch_version() -> str | None:

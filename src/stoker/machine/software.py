@@ -1,4 +1,4 @@
-"""What is installed and loaded: torch and how it was built, OpenMP runtimes, libraries, allocators, backends, launchers.
+"""What is installed and loaded: torch and how it was built, OpenMP runtimes, allocators, backends, launchers.
 
 Versions come from the packages' metadata, so nothing but torch is imported, and even that only where `read_software` is
 asked to. A torch that does not import is a fact like the others.
@@ -108,7 +108,9 @@ def _read_torch() -> tuple[Torch | None, str | None]:
     try:
         import torch
         import torch.distributed as distributed
-    except Exception as error:  # a broken install fails in many ways: OSError from the linker, ImportError, RuntimeError
+    except (
+        Exception
+    ) as error:  # a broken install fails in many ways: OSError from the linker, ImportError, RuntimeError
         return None, str(error).splitlines()[0] if str(error) else type(error).__name__
     build = torch.__config__.show()
     backends = []
@@ -149,7 +151,9 @@ def loaded_openmp() -> tuple[str, ...]:
     """The OpenMP runtimes in this process by file; two of them fight for the cores."""
     from threadpoolctl import threadpool_info
 
-    return tuple(sorted({os.path.realpath(pool["filepath"]) for pool in threadpool_info() if pool["user_api"] == "openmp"}))
+    return tuple(
+        sorted({os.path.realpath(pool["filepath"]) for pool in threadpool_info() if pool["user_api"] == "openmp"})
+    )
 
 
 def _find_allocators() -> tuple[Allocator, ...]:

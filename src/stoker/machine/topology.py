@@ -1,5 +1,5 @@
-"""How the CPUs hang together: which are siblings of one core, which core sits in which socket and NUMA node, which share
-a cache, and which are the fast ones of a hybrid CPU.
+"""How the CPUs hang together: which are siblings of one core, which core sits in which socket and NUMA node, which
+share a cache, and which are the fast ones of a hybrid CPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__ = ["Cache", "Core", "Cpu", "Node", "read_caches", "read_cpus", "read_nod
 _CPU = "/sys/devices/system/cpu"
 _NODE = "/sys/devices/system/node"
 
-# Arm and newer x86 kernels give each CPU a share of 1024. Boost differences between equal cores stay above 0.8; the small
-# cores of hybrid CPUs lie below 0.6 of the large ones.
+# Arm and newer x86 kernels give each CPU a share of 1024. Boost differences between equal cores stay above 0.8; the
+# small cores of hybrid CPUs lie below 0.6 of the large ones.
 _EFFICIENCY_CAPACITY = 0.6
 
 
@@ -172,7 +172,7 @@ def meminfo(tree: Tree) -> dict[str, int]:
 
 
 def read_caches(tree: Tree, cpus: tuple[Cpu, ...]) -> tuple[Cache, ...]:
-    """Each cache once. A CPU is skipped where a neighbour that shares the cache has been read: it saves thousands of files."""
+    """Each cache once. CPUs that share a cache already read are skipped, which saves thousands of files."""
     caches: list[Cache] = []
     covered: set[tuple[str, int]] = set()
     for cpu in cpus:

@@ -1,0 +1,23 @@
+"""The table of subcommands. A new one is a row here and a module beside this one with `main(argv) -> int`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["COMMANDS", "Command"]
+
+
+@dataclass(frozen=True)
+class Command:
+    name: str
+    group: str
+    """The heading it stands under in `stoker --help`."""
+    summary: str
+    module: str
+    """Imported only when the command is used."""
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("doctor", "Know your machine", "what this computer can do, and what holds it back", "stoker.cli.doctor"),
+    Command("selftest", "Know your machine", "check that the native library works here", "stoker.cli.selftest"),
+)

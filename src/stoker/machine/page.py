@@ -1,0 +1,243 @@
+"""The page that `stoker doctor` shows: facts in sections, rates in a table, verdicts last, where the eye is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from stoker.machine.facts import Machine
+from stoker.machine.peak import peak_gflops
+from stoker.machine.rates import Rates
+from stoker.machine.software import Software
+from stoker.machine.topology import Cache
+from stoker.machine.verdicts import Verdict
+
+__all__ = ["doctor_page", "print_page", "ranges"]
+
+_MARKS = {"good": ("ok", "bold green"), "advice": ("note", "bold cyan"), "warning": ("!!", "bold yellow")}
+Row = tuple[str, str]
+
+
+def print_page(console: Console, sections: Iterable[RenderableType]) -> None:
+    for section in sections:
+        console.print(section)
+    console.print()
+
+
+def doctor_page(
+    machine: Machine,
+    software: Software | None,
+    rates: Rates | None,
+    verdicts: tuple[Verdict, ...],
+    notes: tuple[str, ...] = (),
+) -> list[RenderableType]:
+    sections = [_section("CPU", _cpu_rows(machine)), _section("What this process may use", _limit_rows(machine))]
+    if software:
+        sections.append(_section("Software", _software_rows(software)))
+    if rates:
+        sections.append(_titled("Measured rates", _rates_table(machine, rates)))
+    if notes:
+        sections.append(Padding(Group(*(Text(note, style="dim") for note in notes)), (0, 0, 0, 2)))
+    sections.append(_titled("Verdicts", _verdict_table(verdicts)))
+    return sections
+
+
+def _titled(title: str, body: RenderableType) -> RenderableType:
+    return Group(
+        Text(), Rule(Text(title, style="bold"), align="left", style="dim"), Padding(body, (0, 0, 0, 2), expand=False)
+    )
+
+
+def _section(title: str, rows: list[Row]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", min_width=9)
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(label, Text(value))
+    return _titled(title, grid)
+
+
+def _cpu_rows(machine: Machine) -> list[Row]:
+    model = machine.model
+    about = [word for word in (model.vendor, model.architecture) if word]
+    if model.virtual:
+        about.append("virtual machine")
+    if model.nominal_ghz:
+        about.append(f"{model.nominal_ghz:.2f} GHz nominal")
+    rows = [("model", f"{model.name or 'unknown'} ({', '.join(about) or 'unknown'})"), ("cores", _cores(machine))]
+    rows += [("NUMA", line) for line in _nodes(machine)]
+    rows.append(("memory", gigabytes(machine.memory_total)))
+    rows.append(("caches", _caches(machine.caches)))
+    sets = machine.isa
+    rows.append(("has", " ".join(sets.present) or ("none that matters here" if sets.flags else "unknown")))
+    if sets.absent and sets.flags:
+        rows.append(("lacks", " ".join(sets.absent)))
+    return rows
+
+
+def _cores(machine: Machine) -> str:
+    if not machine.cpus:
+        return "unknown"
+    parts = [
+        _count(machine.sockets, "socket"),
+        _count(len(machine.cores), "physical core"),
+        _count(len(machine.cpus), "logical CPU"),
+    ]
+    if machine.threads_per_core > 1:
+        parts.append(f"SMT with {machine.threads_per_core} threads per core")
+    if machine.hybrid:
+        kinds = Counter(core.kind for core in machine.cores)
+        parts.append(f"{kinds['performance']} performance and {kinds['efficiency']} efficiency cores")
+    return ", ".join(parts)
+
+
+def _nodes(machine: Machine) -> list[str]:
+    return [
+        f"node {node.number}: " + (f"CPUs {ranges(node.cpus)}, " if node.cpus else "no CPUs, ") + gigabytes(node.memory)
+        for node in machine.nodes
+    ]
+
+
+def _caches(caches: tuple[Cache, ...]) -> str:
+    kinds = {"data": "d", "instruction": "i"}
+    counted = Counter((cache.level, kinds.get(cache.kind, ""), cache.size) for cache in caches)
+    lines = [
+        f"L{level}{kind} {count} x {kilobytes(size)}" for (level, kind, size), count in sorted(counted.items(), key=str)
+    ]
+    return ", ".join(lines) or "unknown"
+
+
+def _limit_rows(machine: Machine) -> list[Row]:
+    limits, group = machine.limits, machine.limits.cgroup
+    usable = f"{ranges(machine.usable_cpus)} ({_count(len(machine.usable_cores), 'physical core')})"
+    quota = "none" if machine.quota is None else f"{machine.quota:g} CPUs' worth of time"
+    rows = [
+        ("CPUs", usable if machine.usable_cpus else "unknown"),
+        ("quota", f"{quota} (cgroup {group.version})" if group.version else "unknown (no cgroup to be seen)"),
+        ("memory", _memory(machine)),
+        ("/dev/shm", gigabytes(limits.shm_size)),
+        ("huge pages", limits.huge_pages or "unknown"),
+    ]
+    ulimits = [f"{limit.name} {_ulimit(limit.name, limit.soft)}" for limit in limits.ulimits if limit.soft is not None]
+    rows.append(("ulimits", ", ".join(ulimits) or ("none" if limits.ulimits else "unknown")))
+    return rows
+
+
+def _memory(machine: Machine) -> str:
+    limit, total = machine.limits.cgroup.memory_limit, machine.memory_total
+    text = gigabytes(machine.usable_memory)
+    if limit is not None and (total is None or limit < total):
+        text += " (limit of the container)"
+    if machine.memory_available is not None:
+        text += f", {gigabytes(machine.memory_available)} available on the machine"
+    return text
+
+
+def _ulimit(name: str, value: int) -> str:
+    return (
+        f"{value:,}"
+        if name in {"open files", "processes"}
+        else f"{value} s"
+        if name == "cpu time"
+        else kilobytes(value)
+    )
+
+
+def _software_rows(software: Software) -> list[Row]:
+    rows = [("Python", software.python)]
+    torch = software.torch
+    if torch:
+        build = [f"{torch.capability} kernels" if torch.capability else "", f"BLAS {torch.blas}" if torch.blas else ""]
+        build += [f"oneDNN {torch.onednn}" if torch.onednn else "", torch.compiler or ""]
+        build.append(f"CUDA {torch.cuda}" if torch.cuda else "CPU build")
+        rows.append(("torch", f"{torch.version} ({', '.join(filter(None, build))}), {_count(torch.threads, 'thread')}"))
+    else:
+        rows.append(("torch", f"does not import: {software.torch_error}"))
+    others = [f"{name} {version}" for name, version in software.versions.items() if name != "torch"]
+    rows.append(("packages", ", ".join(others) or "none"))
+    rows.append(("OpenMP", ", ".join(software.openmp) or "none loaded"))
+    allocators = [f"{found.name} {'loaded' if found.loaded else found.path}" for found in software.allocators]
+    rows.append(("allocators", ", ".join(allocators) or "glibc only"))
+    if torch:
+        rows.append(("backends", ", ".join(torch.backends) or "none"))
+    launchers = [
+        " ".join(filter(None, (found.program, f"({found.kind})" * (found.kind != found.program), found.version)))
+        for found in software.launchers
+    ]
+    rows.append(("launchers", ", ".join(launchers) or "none"))
+    return rows
+
+
+def _rates_table(machine: Machine, rates: Rates) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("")
+    for heading in ("one thread", _count(rates.threads, "thread"), "peak", "reached"):
+        table.add_column(heading, justify="right")
+    for dtype, one, every in (("fp32", rates.fp32_one, rates.fp32_all), ("bf16", rates.bf16_one, rates.bf16_all)):
+        peak = peak_gflops(machine, dtype, rates.threads, rates.clock_all or machine.model.nominal_ghz)
+        shown = (f"{peak:,.0f} GFLOP/s", f"{every / peak:.0%}") if peak else ("unknown", "")
+        if dtype == "bf16" and not machine.isa.bf16_units and machine.isa.flags:
+            shown = ("no units", "")
+        table.add_row(f"{dtype} product", f"{_rate(one)} GFLOP/s", f"{_rate(every)} GFLOP/s", *shown)
+    table.add_row("memory", f"{_rate(rates.bandwidth_one)} GB/s", f"{_rate(rates.bandwidth_all)} GB/s", "unknown", "")
+    clock = f"clock under load {rates.clock_all:.2f} GHz, " if rates.clock_all else "peak at the nominal clock, "
+    when = f"{clock}measured {rates.measured} in {rates.seconds:.0f} s"
+    return Group(table, Text(when + ", while other programs ran" * rates.disturbed, style="dim"))
+
+
+def _verdict_table(verdicts: tuple[Verdict, ...]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(min_width=4)
+    grid.add_column(overflow="fold")
+    for verdict in verdicts:
+        mark, style = _MARKS[verdict.level]
+        text = Text(verdict.text)
+        if verdict.action:
+            text.append("\n-> ", style="dim")
+            text.append(verdict.action, style="bold")
+        grid.add_row(Text(mark, style=style), text)
+    return grid
+
+
+def ranges(numbers: tuple[int, ...]) -> str:
+    """0, 1, 2, 5 -> 0-2,5: as the kernel writes it."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def gigabytes(size: int | None) -> str:
+    if size is None:
+        return "unknown"
+    return f"{size / 2**30:.1f} GB" if size >= 2**30 else f"{size / 2**20:.0f} MB"
+
+
+def kilobytes(size: int | None) -> str:
+    if size is None:
+        return "unknown"
+    for unit, scale in (("GB", 30), ("MB", 20)):
+        if size >= 1 << scale:
+            return (
+                f"{size / (1 << scale):g} {unit}"
+                if size % (1 << (scale - 4)) == 0
+                else f"{size / (1 << scale):.1f} {unit}"
+            )
+    return f"{size >> 10} KB"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,290 @@
+"""What follows from the facts, in plain words: which precision, how many processes and threads, what slows things down.
+
+Pure functions of facts that were read before; each verdict names one thing to do, or none where nothing needs doing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from stoker.machine.facts import Machine
+from stoker.machine.load import Load
+from stoker.machine.rates import Rates
+from stoker.machine.software import Software
+from stoker.machine.version_pairs import find_bad_pairs, release
+
+__all__ = ["Evidence", "Verdict", "processes_and_threads", "verdicts"]
+
+_SMALL_SHM = 512 << 20  # Docker gives 64 MB; one batch of activations between DataLoader workers is tens of MB
+_FEW_FILES = 1024
+_EXPECTED_CAPABILITY = (("AVX512-F", "AVX512"), ("AVX2", "AVX2"))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    subject: str
+    """precision, processes, or the thing that slows down."""
+    level: str
+    """good, advice or warning."""
+    text: str
+    action: str | None = None
+    """The one thing to do about it."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything a verdict may rest on. None: not looked at, or unknown."""
+
+    machine: Machine
+    software: Software | None = None
+    rates: Rates | None = None
+    load: Load | None = None
+    environment: Mapping[str, str] | None = None
+
+
+def verdicts(evidence: Evidence) -> tuple[Verdict, ...]:
+    return (
+        _precision(evidence),
+        _processes(evidence),
+        *_cpu_limits(evidence),
+        *_busy(evidence.load),
+        *_memory(evidence.machine),
+        *_ulimits(evidence.machine),
+        *_software(evidence),
+        *_environment(evidence),
+    )
+
+
+def _precision(evidence: Evidence) -> Verdict:
+    units = evidence.machine.isa.bf16_units
+    rates = evidence.rates
+    figures = f" (measured here: bf16 {rates.bf16_all:,.0f}, fp32 {rates.fp32_all:,.0f} GFLOP/s)" if rates else ""
+    if units and rates and rates.fastest_dtype == "fp32":
+        return Verdict(
+            "precision",
+            "warning",
+            f"The CPU has bf16 units ({units}), but this torch does not reach them{figures}.",
+            "Use fp32, or a newer torch.",
+        )
+    if units:
+        return Verdict(
+            "precision", "good", f"bf16: the CPU multiplies bf16 numbers itself ({units}){figures}.", "Use bf16."
+        )
+    if not evidence.machine.isa.flags:
+        return Verdict("precision", "advice", "The CPU's features are unknown; fp32 runs on every CPU.", "Use fp32.")
+    return Verdict(
+        "precision",
+        "good",
+        "fp32: this CPU has no bf16 units. bf16 here means stored as bf16, computed in fp32: less memory, not less time. "
+        f"PyTorch's own bf16 products crawl on such a CPU{figures}.",
+        "Use fp32.",
+    )
+
+
+def processes_and_threads(machine: Machine) -> tuple[int, int]:
+    """Processes, and threads in each: one process per NUMA node, one thread per fast core, within the quota."""
+    per_node: dict[int, int] = {}
+    for core in machine.fast_cores:
+        per_node[core.node] = per_node.get(core.node, 0) + 1
+    total = machine.usable_threads
+    if len(per_node) < 2:
+        return 1, total
+    smallest = min(per_node.values())
+    # A quota may be worth less than all nodes: then as few processes as it takes, each within one node.
+    processes = min(len(per_node), -(-total // smallest))
+    return processes, min(smallest, total // processes)
+
+
+def _processes(evidence: Evidence) -> Verdict:
+    machine = evidence.machine
+    processes, threads = processes_and_threads(machine)
+    count = f"{processes} process{'es' * (processes > 1)} with {threads} thread{'s' * (threads > 1)}"
+    reasons = []
+    if processes > 1:
+        reasons.append("one process per NUMA node, so that each reads its own memory")
+    if machine.quota is not None and machine.quota < len(machine.fast_cores):
+        reasons.append(f"no more than the quota of {machine.quota:g} CPUs")
+    else:
+        reasons.append("one thread per physical core")
+    if machine.threads_per_core > 1:
+        reasons.append("SMT siblings share one set of vector units")
+    if machine.hybrid:
+        reasons.append("efficiency cores would hold up the performance cores")
+    torch = evidence.software.torch if evidence.software else None
+    as_it_is = processes == 1 and torch is not None and torch.threads == threads
+    return Verdict(
+        "processes",
+        "good",
+        f"{count}{' each' * (processes > 1)}: {'; '.join(reasons)}{' (so it is now)' * as_it_is}.",
+        None if as_it_is else f"OMP_NUM_THREADS={threads}",
+    )
+
+
+def _cpu_limits(evidence: Evidence) -> Iterator[Verdict]:
+    machine = evidence.machine
+    seen, usable = len(machine.cpus), len(machine.usable_cpus)
+    if machine.quota is not None and machine.quota < usable:
+        yield Verdict(
+            "quota",
+            "warning",
+            f"The container may use {machine.quota:g} CPUs' worth of time but sees {usable}: "
+            "with more threads than that, all of them are stopped in turn.",
+            f"Run with OMP_NUM_THREADS={machine.usable_threads}, or raise the container's CPU limit.",
+        )
+    if 0 < usable < seen:
+        yield Verdict(
+            "affinity",
+            "advice",
+            f"This process may run on {usable} of the machine's {seen} CPUs (affinity mask or cpuset).",
+            "If that is not meant, start it without taskset, or with a larger cpuset.",
+        )
+    software = evidence.software
+    if software and software.torch and software.torch.threads > machine.usable_threads:
+        yield Verdict(
+            "oversubscription",
+            "warning",
+            f"torch would start {software.torch.threads} threads where {machine.usable_threads} can run.",
+            f"Run with OMP_NUM_THREADS={machine.usable_threads}.",
+        )
+    elif software and software.torch and software.torch.threads == 1 < machine.usable_threads:
+        yield Verdict(
+            "threads",
+            "warning",
+            f"torch would use 1 of {machine.usable_threads} cores; OMP_NUM_THREADS=1 is the usual cause.",
+            f"Run with OMP_NUM_THREADS={machine.usable_threads}.",
+        )
+
+
+def _busy(load: Load | None) -> Iterator[Verdict]:
+    if load is None:
+        return
+    if load.disturbs:
+        yield Verdict(
+            "load",
+            "warning",
+            f"Other programs keep {load.busy:.1f} of {load.cpus} CPUs busy right now.",
+            "Let them finish first (`top` names them); rates measured meanwhile are lower than they should be.",
+        )
+    if load.stolen > 0.1 * load.cpus:
+        yield Verdict(
+            "stolen time",
+            "warning",
+            f"The hypervisor gives {load.stolen:.1f} of {load.cpus} CPUs to other virtual machines.",
+            "Move to an instance with CPUs of its own.",
+        )
+
+
+def _memory(machine: Machine) -> Iterator[Verdict]:
+    shm = machine.limits.shm_size
+    if shm is not None and shm < _SMALL_SHM:
+        yield Verdict(
+            "/dev/shm",
+            "warning",
+            f"/dev/shm holds {shm >> 20} MB: DataLoader workers and processes on one machine exchange data there.",
+            "Start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory at /dev/shm).",
+        )
+    limit, total = machine.limits.cgroup.memory_limit, machine.memory_total
+    if limit is not None and total is not None and limit < total:
+        yield Verdict(
+            "memory limit",
+            "advice",
+            f"The container may have {limit / 2**30:.1f} of the machine's {total / 2**30:.1f} GB; "
+            "beyond it the process is killed.",
+            "Size batches for that, or raise the limit.",
+        )
+    available = machine.memory_available
+    if available is not None and total and available < 0.1 * total:
+        yield Verdict(
+            "memory",
+            "warning",
+            f"Only {available / 2**30:.1f} of {total / 2**30:.1f} GB memory are free.",
+            "End what holds it (`ps aux --sort=-rss | head` names it).",
+        )
+
+
+def _ulimits(machine: Machine) -> Iterator[Verdict]:
+    soft = {limit.name: limit.soft for limit in machine.limits.ulimits}
+    for name, flag in (("address space", "-v"), ("data size", "-d"), ("file size", "-f")):
+        value = soft.get(name)
+        if value is not None:
+            yield Verdict(
+                f"ulimit {flag}",
+                "warning",
+                f"The shell limits the {name} to {value / 2**30:.1f} GB: large models or checkpoints fail there.",
+                f"ulimit {flag} unlimited",
+            )
+    if (seconds := soft.get("cpu time")) is not None:
+        yield Verdict(
+            "ulimit -t",
+            "warning",
+            f"The shell ends every program after {seconds} s of CPU time.",
+            "ulimit -t unlimited",
+        )
+    files = soft.get("open files")
+    if files is not None and files < _FEW_FILES:
+        yield Verdict(
+            "ulimit -n",
+            "warning",
+            f"Only {files} files may be open: DataLoader workers use one per tensor in flight.",
+            "ulimit -n 65536",
+        )
+    tasks = [limit for limit in (soft.get("processes"), machine.limits.cgroup.tasks_limit) if limit is not None]
+    wanted = 64 + 8 * len(machine.usable_cpus)
+    if tasks and min(tasks) < wanted:
+        yield Verdict(
+            "ulimit -u",
+            "warning",
+            f"Only {min(tasks)} processes and threads are allowed (ulimit or the container's pids limit).",
+            f"Allow at least {wanted}: ulimit -u {wanted}, or a larger pids limit.",
+        )
+
+
+def _software(evidence: Evidence) -> Iterator[Verdict]:
+    software = evidence.software
+    if software is None:
+        return
+    if software.torch is None:
+        yield Verdict(
+            "torch",
+            "warning",
+            f"torch does not import: {software.torch_error}.",
+            "pip install --force-reinstall torch",
+        )
+    if len(software.openmp) > 1:
+        yield Verdict(
+            "OpenMP",
+            "warning",
+            f"{len(software.openmp)} OpenMP runtimes are loaded ({', '.join(software.openmp)}): "
+            "their threads fight for the cores.",
+            "Leave out the LD_PRELOAD, or the package, that brings the one that is not torch's.",
+        )
+    for pair, named in find_bad_pairs(software.versions):
+        yield Verdict("versions", "warning", f"{named}: {pair.why}.", pair.install)
+    yield from _capability(evidence.machine, software)
+
+
+def _capability(machine: Machine, software: Software) -> Iterator[Verdict]:
+    if software.torch is None or software.torch.capability is None:
+        return
+    expected = next((name for flag, name in _EXPECTED_CAPABILITY if flag in machine.isa.present), None)
+    found = software.torch.capability.upper()
+    if expected and not found.startswith(expected) and not (expected == "AVX2" and found.startswith("AVX512")):
+        yield Verdict(
+            "torch",
+            "warning",
+            f"torch runs its {found} kernels although the CPU has {expected}; ATEN_CPU_CAPABILITY is the usual cause.",
+            "unset ATEN_CPU_CAPABILITY, or install another build of torch.",
+        )
+
+
+def _environment(evidence: Evidence) -> Iterator[Verdict]:
+    environment, software = evidence.environment or {}, evidence.software
+    version = release(software.versions.get("torch", "")) if software else ()
+    if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and version[:2] == (2, 13):
+        yield Verdict(
+            "environment",
+            "warning",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL makes DDP on gloo crash in torch 2.13 itself.",
+            "export TORCH_DISTRIBUTED_DEBUG=INFO",
+        )
