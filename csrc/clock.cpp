@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int kUnroll = 16;
-constexpr std::int64_t kRounds = 1 << 20;  // 16 M additions: about 5 ms, long enough for the timer, short for a slice
+constexpr std::int64_t kRounds = 1 << 16;  // 1 M additions: about 0.3 ms, long for the timer, short for the scheduler
 
 // A chain of additions of two registers takes one cycle each on every CPU of the last twenty years (an addition of a
 // constant does not: some cores fold those away).
@@ -39,7 +39,7 @@ double chain_ghz() {
 // Writes the mean clock in GHz of `threads` cores that are busy at the same time; 0 where it cannot be measured. The best
 // of several trials per thread, since whatever interrupts a trial can only make it look slower.
 STOKER_API void stoker_clock(double* ghz, int threads) {
-  constexpr int kTrials = 12;
+  constexpr int kTrials = 128;
   std::vector<double> best(std::max(threads, 1), 0.0);
 #pragma omp parallel num_threads(std::max(threads, 1))
   {

@@ -4,10 +4,13 @@
 // go through linear.cpp. Vector types are the compiler's own, so the same source serves every instruction set.
 #pragma once
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <memory>
 #include <new>
 
 #include "core/types.h"
@@ -47,8 +50,14 @@ class Scratch {
     used_ = 0;
     if (floats <= capacity_) return;
     std::free(data_);
-    data_ = static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(round_up(floats, 16)) * sizeof(float)));
+    // Whole huge pages where the request is that large: packed panels are read in strides that miss small pages' TLB.
+    const size_t bytes = static_cast<size_t>(floats) * sizeof(float), page = bytes >= kHugePage ? kHugePage : 64;
+    const size_t rounded = (bytes + page - 1) / page * page;
+    data_ = static_cast<float*>(std::aligned_alloc(page, rounded));
     if (!data_) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+    if (page == kHugePage) madvise(data_, rounded, MADV_HUGEPAGE);
+#endif
     capacity_ = floats;
   }
   float* take(int64_t floats) {
@@ -63,6 +72,7 @@ class Scratch {
   }
 
  private:
+  static constexpr size_t kHugePage = 2 << 20;
   float* data_ = nullptr;
   int64_t capacity_ = 0, used_ = 0;
 };

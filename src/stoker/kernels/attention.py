@@ -154,7 +154,9 @@ def _lengths(cu_seqlens: Tensor, tokens: int) -> list[int]:
         )
     lengths = [end - begin for begin, end in zip(starts, starts[1:], strict=False)]
     if any(length < 0 for length in lengths):
-        raise ValueError(f"attention: cu_seqlens decreases at sequence {next(i for i, n in enumerate(lengths) if n < 0)}")
+        raise ValueError(
+            f"attention: cu_seqlens decreases at sequence {next(i for i, n in enumerate(lengths) if n < 0)}"
+        )
     return lengths
 
 

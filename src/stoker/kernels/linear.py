@@ -1,0 +1,163 @@
+"""Linear layers, one or several weights on the same input.
+
+    y = [x W_1^T + b_1, x W_2^T + b_2, ...]       side by side in one result
+    dx = sum of dy_i W_i,   dW_i = dy_i^T x,   db_i = column sums of dy_i
+
+Several weights are q, k and v: one pass over x and one result, while each stays the parameter it is. Saved for backward: x
+and the weights. x may be bf16 while the weights are fp32 (master weights); sums are fp32, y has the type of x, gradients the
+type of what they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.kernels import engines, products
+from stoker.kernels.registry import check_tensor, define
+
+__all__ = ["linear", "linear_packed"]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, engine: str | None = None) -> Tensor:
+    """x @ weight.T + bias over the last dimension of `x`. `engine` forces one of torch, stoker, openblas."""
+    return linear_packed(x, [weight], None if bias is None else [bias], engine=engine)
+
+
+def linear_packed(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None, *, engine: str | None = None
+) -> Tensor:
+    """The results of `linear` with each of `weights`, side by side in the last dimension."""
+    flat = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    y: Tensor = _linear(flat, list(weights), list(biases or ()), engine or "")
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _check(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> None:
+    check_tensor("linear", "x", x, shape=(None, None))
+    if not weights:
+        raise ValueError("linear: no weight given")
+    if biases and len(biases) != len(weights):
+        raise ValueError(f"linear: {len(weights)} weights but {len(biases)} biases; give one for each or none")
+    for weight in weights:
+        check_tensor("linear", "weight", weight, shape=(None, x.shape[1]))
+    for weight, bias in zip(weights, biases, strict=False):
+        check_tensor("linear", "bias", bias, shape=(weight.shape[0],))
+
+
+def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], engine: str) -> Tensor:
+    _check(x, weights, biases)
+    y = torch.empty(x.shape[0], sum(weight.shape[0] for weight in weights), dtype=x.dtype)
+    column = 0
+    for index, weight in enumerate(weights):
+        width = weight.shape[0]
+        chosen = engines.choose("nt", x.shape[0], width, x.shape[1], x.dtype, engine)
+        out = y[:, column : column + width]
+        products.multiply([(x, weight.t())], out, biases[index] if biases else None, chosen)
+        column += width
+    return y
+
+
+def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], engine: str) -> Tensor:
+    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+
+
+def _split(dy: Tensor, widths: list[int]) -> list[Tensor]:
+    return list(dy.split(widths, dim=1))
+
+
+def _input_gradient_kernel(dy: Tensor, weights: list[Tensor], engine: str) -> Tensor:
+    check_tensor("linear", "the gradient", dy, shape=(None, sum(weight.shape[0] for weight in weights)))
+    if dy.stride(1) != 1:
+        dy = dy.contiguous()
+    dx = torch.empty(dy.shape[0], weights[0].shape[1], dtype=dy.dtype)
+    chosen = engines.choose("nn", dy.shape[0], dx.shape[1], dy.shape[1], dy.dtype, engine)
+    parts = _split(dy, [weight.shape[0] for weight in weights])
+    products.multiply(list(zip(parts, weights, strict=True)), dx, None, chosen)
+    return dx
+
+
+def _input_gradient_fake(dy: Tensor, weights: list[Tensor], engine: str) -> Tensor:
+    return dy.new_empty(dy.shape[0], weights[0].shape[1])
+
+
+_input_gradient = define(
+    "linear_input_gradient(Tensor dy, Tensor[] weights, str engine) -> Tensor",
+    _input_gradient_kernel,
+    _input_gradient_fake,
+)
+
+
+def _weight_gradient_kernel(dy: Tensor, x: Tensor, dtype: torch.dtype, engine: str) -> Tensor:
+    gradient = torch.empty(dy.shape[1], x.shape[1], dtype=dtype)
+    chosen = engines.choose("tn", dy.shape[1], x.shape[1], dy.shape[0], dy.dtype, engine)
+    if dy.shape[0] == 0:
+        return gradient.zero_()
+    products.multiply([(dy.t(), x)], gradient, None, chosen)
+    return gradient
+
+
+def _weight_gradient_fake(dy: Tensor, x: Tensor, dtype: torch.dtype, engine: str) -> Tensor:
+    return dy.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
+
+
+_weight_gradient = define(
+    "linear_weight_gradient(Tensor dy, Tensor x, ScalarType dtype, str engine) -> Tensor",
+    _weight_gradient_kernel,
+    _weight_gradient_fake,
+)
+
+
+def _bias_gradient_kernel(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    return products.column_sums(dy).to(dtype)
+
+
+def _bias_gradient_fake(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    return dy.new_empty(dy.shape[1], dtype=dtype)
+
+
+_bias_gradient = define(
+    "linear_bias_gradient(Tensor dy, ScalarType dtype) -> Tensor", _bias_gradient_kernel, _bias_gradient_fake
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weights, biases, engine = inputs
+    ctx.save_for_backward(x, *weights)
+    ctx.bias_dtypes = [bias.dtype for bias in biases]
+    ctx.engine = engine
+    ctx.wants = (
+        x.requires_grad,
+        [weight.requires_grad for weight in weights],
+        [bias.requires_grad for bias in biases],
+    )
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    wants_x, wants_weights, wants_biases = ctx.wants
+    if dy.stride(1) != 1:
+        dy = dy.contiguous()
+    parts = _split(dy, [weight.shape[0] for weight in weights])
+    dx = _input_gradient(dy, weights, ctx.engine) if wants_x else None
+    dweights = [
+        _weight_gradient(part, x, weight.dtype, ctx.engine) if wanted else None
+        for part, weight, wanted in zip(parts, weights, wants_weights, strict=True)
+    ]
+    dbiases = [
+        _bias_gradient(part, dtype) if wanted else None
+        for part, dtype, wanted in zip(parts, ctx.bias_dtypes, wants_biases, strict=False)
+    ]
+    return dx, dweights, dbiases, None
+
+
+_linear = define(
+    "linear(Tensor x, Tensor[] weights, Tensor[] biases, str engine) -> Tensor",
+    _kernel,
+    _fake,
+    backward=_backward,
+    setup_context=_setup_context,
+)

@@ -1,0 +1,146 @@
+"""Matrix products by one of three engines: torch's own (MKL, oneDNN), Stoker's, and OpenBLAS tile by tile.
+
+`multiply` runs one product by a named engine. Which engine to name is decided in kernels/engines.py; what the products mean,
+and their gradients, in kernels/linear.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stoker.kernels import native
+
+__all__ = ["ENGINES", "available_engines", "column_sums", "multiply"]
+
+ENGINES = ("torch", "stoker", "openblas")
+
+
+class _Operand(ctypes.Structure):
+    """Operand of csrc/linear.cpp."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("column_stride", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+class _Product(ctypes.Structure):
+    """Product of csrc/linear.cpp."""
+
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("depths", ctypes.c_void_p),
+        ("terms", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("c", ctypes.c_void_p),
+        ("c_stride", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+        ("c_dtype", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+    )
+
+
+def available_engines() -> tuple[str, ...]:
+    """The engines that can run here; OpenBLAS only where the package scipy-openblas32 is installed."""
+    return ENGINES if _openblas_sgemm() else ENGINES[:2]
+
+
+def multiply(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None, engine: str) -> None:
+    """out = sum of a @ b over `terms`, plus `bias` on every row, in place. Sums are fp32 whatever the storage."""
+    if engine == "torch":
+        _multiply_torch(terms, out, bias)
+    else:
+        _multiply_native(terms, out, bias, _openblas_sgemm() if engine == "openblas" else 0)
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """The sum of each column of `x` (rows, columns), in fp32, in an order that does not depend on the thread count."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    sums = torch.empty(x.shape[1], dtype=torch.float32)
+    native.function("stoker_column_sums", "p lll p ii")(
+        x.data_ptr(), x.stride(0), *x.shape, sums.data_ptr(), native.dtype_code(x.dtype), native.threads()
+    )
+    return sums
+
+
+def _multiply_torch(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None) -> None:
+    # Mixed storage (bf16 activations, fp32 weights) meets in the narrower type: this engine is for CPUs with bf16 units.
+    dtype = torch.bfloat16 if any(t.dtype == torch.bfloat16 for pair in terms for t in pair) else torch.float32
+    cast = [(a.to(dtype), b.to(dtype)) for a, b in terms]
+    target = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
+    if bias is not None:
+        torch.addmm(bias.to(dtype), *cast[0], out=target)
+    else:
+        torch.mm(*cast[0], out=target)
+    for a, b in cast[1:]:
+        target.addmm_(a, b)
+    if target is not out:
+        out.copy_(target)
+
+
+def _operands(tensors: Sequence[Tensor]) -> ctypes.Array[_Operand]:
+    return (_Operand * len(tensors))(*((t.data_ptr(), *t.stride(), native.dtype_code(t.dtype)) for t in tensors))
+
+
+def _one_stride_dense(tensor: Tensor) -> Tensor:
+    """`tensor` itself if its rows or its columns are dense and do not overlap, else a copy."""
+    rows, columns = tensor.shape
+    row_stride, column_stride = tensor.stride()
+    if (column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows):
+        return tensor
+    return tensor.contiguous()
+
+
+def _multiply_native(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None, sgemm: int) -> None:
+    left = [_one_stride_dense(a) for a, _ in terms]
+    right = [_one_stride_dense(b) for _, b in terms]
+    a, b = _operands(left), _operands(right)
+    depths = (ctypes.c_int64 * len(left))(*(t.shape[1] for t in left))
+    if bias is not None:
+        bias = bias.contiguous()
+    product = _Product(
+        a=ctypes.addressof(a),
+        b=ctypes.addressof(b),
+        depths=ctypes.addressof(depths),
+        terms=len(left),
+        rows=out.shape[0],
+        columns=out.shape[1],
+        c=out.data_ptr(),
+        c_stride=out.stride(0),
+        bias=None if bias is None else bias.data_ptr(),
+        c_dtype=native.dtype_code(out.dtype),
+        bias_dtype=0 if bias is None else native.dtype_code(bias.dtype),
+    )
+    native.function("stoker_product", "p p i")(ctypes.addressof(product), sgemm, native.threads())
+
+
+@functools.cache
+def _openblas_sgemm() -> int:
+    """The address of OpenBLAS's sgemm, set to one thread per call; 0 if the package is not here.
+
+    scipy-openblas32 is a private copy with prefixed names: neither NumPy's nor torch's BLAS is touched by the setting.
+    """
+    spec = importlib.util.find_spec("scipy_openblas32")
+    if spec is None or spec.origin is None:
+        return 0
+    found = sorted((Path(spec.origin).parent / "lib").glob("libscipy_openblas*.so"))
+    if not found:
+        return 0
+    try:
+        library = ctypes.CDLL(str(found[0]))
+        library.scipy_openblas_set_num_threads(1)
+        return ctypes.cast(library.scipy_cblas_sgemm, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
