@@ -1,8 +1,8 @@
-"""What this machine really reaches: matrix products in fp32 and bf16, memory bandwidth; measured once, kept per machine.
+"""What this machine really reaches: matrix products in fp32 and bf16, memory bandwidth; measured once per machine.
 
 `known()` answers from the cache and imports no torch; `measure()` takes some seconds. Everything that speaks of a share
-of the machine's peak takes it from here. The best of many short runs counts, as in STREAM: whatever else the machine does
-can only make a run look slower.
+of the machine's peak takes it from here. The best of many short runs counts, as in STREAM: whatever else the machine
+does can only make a run look slower.
 """
 
 from __future__ import annotations
@@ -164,19 +164,21 @@ def _product_gflops(dtype: torch.dtype, seconds: float) -> float:
     import torch
 
     end = time.perf_counter() + seconds
-    best, size, trials = 0.0, _SMALLEST, 0
+    best, size, trials, shortest = 0.0, _SMALLEST, 0, math.inf
     left = right = out = torch.empty(0)
     while trials < 2 or time.perf_counter() < end:
         if left.shape[0] != size:
             left, right, out = (torch.ones(size, size, dtype=dtype) for _ in range(3))
             torch.mm(left, right, out=out)  # the first of a size sets things up
+            shortest = math.inf
         start = time.perf_counter()
         torch.mm(left, right, out=out)
         taken = max(time.perf_counter() - start, 1e-9)
         best = max(best, 2 * size**3 / taken / 1e9)
         trials += 1
+        shortest = min(shortest, taken)
         # Twice the size is eight times the work.
-        if 8 * taken < 2 * _RUN_SECONDS and size < _LARGEST:
+        if 8 * shortest < 2 * _RUN_SECONDS and size < _LARGEST:
             size *= 2
     return best
 

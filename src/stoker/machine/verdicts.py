@@ -76,7 +76,7 @@ def _precision(evidence: Evidence) -> Verdict:
     return Verdict(
         "precision",
         "good",
-        "fp32: this CPU has no bf16 units. bf16 here means stored as bf16, computed in fp32: less memory, not less time. "
+        "fp32: this CPU has no bf16 units. bf16 here means stored as bf16, computed in fp32: less memory, same time. "
         f"PyTorch's own bf16 products crawl on such a CPU{figures}.",
         "Use fp32.",
     )

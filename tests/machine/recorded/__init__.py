@@ -1,0 +1,1 @@
+"""Recorded machines: short descriptions of real computers, and the /proc and /sys that they have."""

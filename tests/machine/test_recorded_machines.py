@@ -1,0 +1,208 @@
+"""Every recorded machine is read as it is: the figures here are what lscpu shows there, written down by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+
+from machine.recorded.machines import MACHINES
+from stoker.machine import Machine
+from stoker.machine.peak import peak_gflops, per_cycle
+from stoker.machine.verdicts import Evidence, Verdict, processes_and_threads, verdicts
+
+Recorded = Callable[[str], Machine]
+
+# sockets, cores, CPUs, threads per core, nodes, bf16 units, threads a training should use
+SHAPES = {
+    "sapphire_rapids_4": (2, 112, 224, 2, 4, "AMX-BF16", 112),
+    "sapphire_rapids_8": (2, 112, 224, 2, 8, "AMX-BF16", 112),
+    "ice_lake": (2, 80, 160, 2, 2, None, 80),
+    "genoa": (2, 192, 384, 2, 2, "AVX512-BF16", 192),
+    "avx2_vm": (4, 4, 4, 1, 1, None, 4),
+    "hybrid_laptop": (1, 14, 20, 2, 1, None, 6),
+    "graviton": (1, 64, 64, 1, 1, "SVE-BF16", 64),
+    "container": (2, 64, 64, 1, 2, None, 3),
+    "container_v1": (2, 64, 64, 1, 2, None, 3),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_shape_is_read_as_lscpu_shows_it(name: str, recorded: Recorded) -> None:
+    machine = recorded(name)
+    found = (
+        machine.sockets,
+        len(machine.cores),
+        len(machine.cpus),
+        machine.threads_per_core,
+        len(machine.nodes),
+        machine.isa.bf16_units,
+        machine.usable_threads,
+    )
+    assert found == SHAPES[name]
+
+
+def test_every_recorded_machine_has_an_expected_shape() -> None:
+    assert set(SHAPES) == set(MACHINES)
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "threads"),
+    [
+        ("sapphire_rapids_4", 4, 28),
+        ("sapphire_rapids_8", 8, 14),
+        ("ice_lake", 2, 40),
+        ("genoa", 2, 96),
+        ("avx2_vm", 1, 4),
+        ("hybrid_laptop", 1, 6),
+        ("graviton", 1, 64),
+        ("container", 1, 3),
+        ("container_v1", 1, 3),
+    ],
+)
+def test_processes_follow_numa_nodes_and_threads_follow_cores(
+    name: str, processes: int, threads: int, recorded: Recorded
+) -> None:
+    assert processes_and_threads(recorded(name)) == (processes, threads)
+
+
+def test_sapphire_rapids_with_four_nodes_per_socket(recorded: Recorded) -> None:
+    machine = recorded("sapphire_rapids_8")
+    assert machine.model.name == "Intel(R) Xeon(R) Platinum 8480+"
+    assert (machine.model.family, machine.model.model, machine.model.nominal_ghz) == (6, 143, 2.0)
+    assert {"AMX-TILE", "AMX-BF16", "AMX-INT8", "AVX512-FP16", "AVX512-BF16"} <= set(machine.isa.present)
+    assert {"AMX-FP16", "AVX-NE-CONVERT"} <= set(machine.isa.absent)
+    node = machine.nodes[3]
+    assert node.cpus == (*range(42, 56), *range(154, 168))
+    assert node.memory == 1056493440 // 8 * 1024
+    assert node.distances == (12, 12, 12, 10, 21, 21, 21, 21)
+    cpu = next(cpu for cpu in machine.cpus if cpu.number == 168)
+    assert (cpu.core, cpu.socket, cpu.node, cpu.siblings) == (56, 1, 4, (56, 168))
+    last = [cache for cache in machine.caches if cache.level == 3]
+    assert [cache.size for cache in last] == [105 << 20] * 2
+    assert len(last[0].cpus) == 112
+
+
+def test_genoa_shares_its_last_cache_by_eight_cores(recorded: Recorded) -> None:
+    last = [cache for cache in recorded("genoa").caches if cache.level == 3]
+    assert len(last) == 24
+    assert last[1].cpus == (*range(8, 16), *range(200, 208))
+    assert sum(cache.level == 2 for cache in recorded("genoa").caches) == 192
+
+
+def test_hybrid_laptop_keeps_efficiency_cores_apart(recorded: Recorded) -> None:
+    machine = recorded("hybrid_laptop")
+    assert machine.hybrid
+    assert [cpu.number for cpu in machine.cpus if cpu.kind == "efficiency"] == list(range(12, 20))
+    assert [core.cpus for core in machine.fast_cores] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)]
+    sizes = sorted((cache.cpus, cache.size) for cache in machine.caches if cache.level == 2)
+    assert sizes[-1][0] == (16, 17, 18, 19)
+
+
+def test_arm_big_little_is_told_apart_by_capacity(recorded_root: Callable[[str], object], tmp_path: object) -> None:
+    from dataclasses import replace
+
+    from machine.recorded.layout import lay_out
+    from machine.recorded.machines import graviton
+
+    capacities = {f"/sys/devices/system/cpu/cpu{n}/cpu_capacity": "1024\n" if n < 2 else "380\n" for n in range(6)}
+    shape = replace(graviton(), cpus=6, nodes={0: tuple(range(6))}, files=capacities)
+    machine = Machine.read(lay_out(shape, tmp_path))  # type: ignore[arg-type]
+    assert [core.number for core in machine.fast_cores] == [0, 1]
+
+
+def test_graviton_is_named_by_its_part_number(recorded: Recorded) -> None:
+    machine = recorded("graviton")
+    assert (machine.model.vendor, machine.model.name, machine.model.architecture) == ("ARM", "Neoverse-V1", "aarch64")
+    assert machine.isa.present == ("NEON", "FP16", "DOTPROD", "BF16", "I8MM", "SVE", "SVE-BF16")
+    assert machine.isa.absent == ("SVE2", "SME")
+
+
+@pytest.mark.parametrize(("name", "version"), [("container", "v2"), ("container_v1", "v1")])
+def test_a_container_is_held_to_its_limits(name: str, version: str, recorded: Recorded) -> None:
+    machine = recorded(name)
+    group = machine.limits.cgroup
+    assert (group.version, group.quota, group.memory_limit) == (version, 3.5, 8 << 30)
+    assert machine.usable_memory == 8 << 30
+    assert len(machine.usable_cpus) == 64
+    assert machine.limits.shm_size == 64 << 20
+    found = {verdict.subject: verdict for verdict in verdicts(Evidence(machine))}
+    assert "3.5" in found["quota"].text
+    assert "OMP_NUM_THREADS=3" in (found["quota"].action or "")
+    assert "--shm-size" in (found["/dev/shm"].action or "")
+    assert found["memory limit"].level == "advice"
+
+
+def test_a_shared_memory_mount_without_size_holds_half_the_memory(recorded: Recorded) -> None:
+    assert recorded("avx2_vm").limits.shm_size == 16374552 * 1024 // 2
+
+
+def test_a_virtual_machine_without_numa_is_one_node(recorded: Recorded) -> None:
+    machine = recorded("avx2_vm")
+    assert machine.model.virtual is True
+    assert machine.nodes[0].cpus == (0, 1, 2, 3)
+    assert machine.nodes[0].memory == machine.memory_total == 16374552 * 1024
+    assert machine.model.nominal_ghz == 2.394
+    assert machine.caches == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "fp32", "bf16"),
+    [
+        ("sapphire_rapids_4", 64, 1024),
+        ("ice_lake", 64, None),
+        ("genoa", 32, 64),
+        ("avx2_vm", 32, None),
+        ("hybrid_laptop", 32, None),
+        ("graviton", 32, 128),
+        ("container", 32, None),
+    ],
+)
+def test_the_peak_per_cycle_is_that_of_the_microarchitecture(
+    name: str, fp32: int, bf16: int | None, recorded: Recorded
+) -> None:
+    cycle = per_cycle(recorded(name))
+    assert cycle is not None
+    assert (cycle.fp32, cycle.bf16) == (fp32, bf16)
+
+
+def test_the_peak_is_unknown_rather_than_guessed(recorded: Recorded) -> None:
+    machine = recorded("ice_lake")
+    assert peak_gflops(machine, "fp32", 80, None) is None
+    assert peak_gflops(machine, "bf16", 80, 2.0) is None
+    assert peak_gflops(machine, "fp32", 80, 2.0) == 64 * 80 * 2.0
+
+
+def _precision(machine: Machine) -> Verdict:
+    return next(verdict for verdict in verdicts(Evidence(machine)) if verdict.subject == "precision")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_precision_verdict_follows_the_units(name: str, recorded: Recorded) -> None:
+    expected = "Use bf16." if SHAPES[name][5] else "Use fp32."
+    assert _precision(recorded(name)).action == expected
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_facts_become_json_and_fingerprints_are_stable(name: str, recorded: Recorded) -> None:
+    machine = recorded(name)
+    facts = json.loads(json.dumps(machine.to_dict()))
+    assert facts["summary"]["physical_cores"] == SHAPES[name][1]
+    assert recorded(name).fingerprint == machine.fingerprint
+
+
+def test_fingerprints_tell_machines_apart(recorded: Recorded) -> None:
+    # The two containers differ in nothing that a measurement could see.
+    names = [name for name in MACHINES if name != "container_v1"]
+    assert len({recorded(name).fingerprint for name in names}) == len(names)
+    assert recorded("container").fingerprint == recorded("container_v1").fingerprint
+
+
+def test_reading_the_largest_machine_stays_far_below_a_second(recorded_root: Callable[[str], object]) -> None:
+    # No timing claim: a bound far above the 60 ms it takes, to catch a reader that goes through every file of every CPU.
+    root = recorded_root("genoa")
+    start = time.process_time()
+    Machine.read(root)  # type: ignore[arg-type]
+    assert time.process_time() - start < 2.0
