@@ -1,0 +1,175 @@
+"""The door of a base model (BertModel, ...): padding stays outside.
+
+A batch (batch, length) goes in as (1, tokens) with explicit positions, the stock forward runs over it, so that output
+classes, hidden states and checkpointing stay transformers' own, and the result is laid out as (batch, length, width) again.
+A call that cannot be seen as sequences runs as stock does, and says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from stoker.model import precision
+from stoker.model.families import Family, find
+from stoker.model.sequences import Sequences, read_mask, serving
+from stoker.model.swap import Optimized, child, named, stock_class, unhooked
+
+__all__ = ["Door", "stock_calls"]
+
+log = logging.getLogger("stoker")
+
+_STOCK_CALLS: WeakKeyDictionary[nn.Module, dict[str, None]] = WeakKeyDictionary()
+"""Cache of the reasons for which a door let a call through as it was, so that each is told once."""
+
+_NEEDS_STOCK = {
+    "past_key_values": "a cache is used",
+    "encoder_hidden_states": "cross attention is used",
+    "head_mask": "a head mask is given",
+}
+_BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
+
+
+class Door(Optimized):
+    """Override of a base model."""
+
+    stoker_part = "padding-free base model"
+    stoker_model = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = named(self, args, kwargs)
+        sequences = self._sequences(call)
+        if isinstance(sequences, str):
+            _tell(self, sequences)
+            return super().forward(*args, **kwargs)
+        return_dict = call.pop("return_dict", getattr(self.config, "return_dict", True))
+        # Precision inside is the door's business: layers cast for themselves, and what is left is small.
+        with serving(sequences), torch.autocast("cpu", enabled=False):
+            output = super().forward(**self._packed(call, sequences), return_dict=True)
+            return self._unpacked(output, sequences, return_dict)
+
+    def _sequences(self, call: dict[str, Any]) -> Sequences | str:
+        row: Family = self.stoker_row
+        if reason := _why_stock(self, row, call):
+            return reason
+        tokens = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
+        mask = call.get("attention_mask")
+        batch, length = tokens.shape[:2]
+        if mask is not None and tuple(mask.shape) != (batch, length):
+            return f"the attention mask has shape {tuple(mask.shape)}, not (batch, length)"
+        parameter = next(self.parameters())
+        if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.bfloat16):
+            return f"the model is {parameter.dtype} on {parameter.device}"
+        settings = self.stoker_settings
+        dtype = precision.activations(settings.dtype, parameter.dtype)
+        return read_mask(mask, batch, length, unpad=settings.unpad, dtype=dtype, device=tokens.device)
+
+    def _packed(self, call: dict[str, Any], sequences: Sequences) -> dict[str, Any]:
+        row: Family = self.stoker_row
+        packed = {name: sequences.pack(call[name]) for name in _BY_TOKEN if name in call}
+        if "position_ids" not in packed:
+            positions = sequences.positions
+            if row.positions_after_padding:
+                embeddings: Any = self.embeddings
+                positions = sequences.positions_after(embeddings.padding_idx, packed.get("input_ids"))
+            packed["position_ids"] = positions.unsqueeze(0)
+        return {**call, **packed, "attention_mask": row.empty_mask}
+
+    def _unpacked(self, output: Any, sequences: Sequences, return_dict: bool) -> Any:
+        row: Family = self.stoker_row
+        dtype = next(self.parameters()).dtype
+        done: dict[int, Tensor] = {}  # the last of the hidden states is the output itself
+
+        def unpack(x: Tensor) -> Tensor:
+            if id(x) not in done:
+                done[id(x)] = sequences.unpack(x.to(dtype))
+            return done[id(x)]
+
+        hidden = unpack(output.last_hidden_state)
+        if states := output.get("hidden_states"):
+            output.hidden_states = tuple(state if state is None else unpack(state) for state in states)
+        output.last_hidden_state = hidden
+        if output.get("pooler_output") is not None:
+            # stock pooled the first token of the packed batch; every sequence has one
+            output.pooler_output = row.pooled(self, hidden)
+        if return_dict:
+            return output
+        if row.tuple_keeps_pooler:
+            rest = (value for name, value in output.items() if name not in ("last_hidden_state", "pooler_output"))
+            return (hidden, output.get("pooler_output"), *rest)
+        return output.to_tuple()
+
+
+def _why_stock(model: Any, row: Family, call: dict[str, Any]) -> str | None:
+    """The reason, readable from arguments and modules alone, why a call has to run as stock does."""
+    config = model.config
+    for name, reason in _NEEDS_STOCK.items():
+        if name in call:
+            return reason
+    if getattr(config, "is_decoder", False) or call.get("use_cache"):
+        return "the model is a decoder"
+    if call.get("is_causal", getattr(config, "is_causal", False)):
+        return "attention is causal"
+    if call.get("output_attentions", getattr(config, "output_attentions", False)):
+        return "attention weights are asked for, and never exist here"
+    if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
+        return f"position_embedding_type is {config.position_embedding_type!r}"
+    if ("input_ids" in call) == ("inputs_embeds" in call):
+        return "not exactly one of input_ids and inputs_embeds is given"  # stock raises the error
+    if torch.jit.is_tracing():
+        return "the model is being traced"
+    return _altered(model.modules(), row)
+
+
+def _altered(modules: Iterable[nn.Module], row: Family) -> str | None:
+    """A layer that is not as the table says: hooked, replaced or wrapped where the fused layer would pass it by."""
+    for module in modules:
+        found = find(type(module))
+        if found is None or found[1] != "layer":
+            continue
+        if not isinstance(module, Optimized):
+            return f"a {type(module).__name__} is not optimised"
+        if "forward" in module.__dict__ or not all(map(_trusted, _hooks(module))):
+            return f"a {type(module).__name__} has a hook, which expects padded batches"
+        source = stock_class(type(module)).__module__
+        for path in row.containers():
+            inner = child(module, path)
+            if type(inner).__module__ != source:
+                return f"{path} of a layer was replaced by {type(inner).__name__}"
+            if not unhooked(inner) and not all(_hook_source(hook) == _CAPTURING for hook in _hooks(inner)):
+                return f"{path} of a layer has a hook"
+    return None
+
+
+_CAPTURING = "transformers.utils.output_capturing"  # these record attention weights, and do nothing unless asked to
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    groups = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return [hook for group in groups for hook in group.values()]
+
+
+def _hook_source(hook: Any) -> str:
+    return str(getattr(getattr(hook, "func", hook), "__module__", ""))
+
+
+def _trusted(hook: Any) -> bool:
+    """Libraries' hooks on a whole layer (sharding, offloading, capturing) do not care how tokens are laid out."""
+    return _hook_source(hook).split(".")[0] in ("torch", "transformers", "accelerate")
+
+
+def _tell(door: nn.Module, reason: str) -> None:
+    told = _STOCK_CALLS.setdefault(door, {})
+    if reason not in told:
+        told[reason] = None
+        log.warning("%s: %s, so this call runs as stock transformers does (said once)", type(door).__name__, reason)
+
+
+def stock_calls(door: nn.Module) -> tuple[str, ...]:
+    """The reasons for which calls of this door ran as stock does, so far."""
+    return tuple(_STOCK_CALLS.get(door, ()))

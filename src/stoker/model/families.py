@@ -1,0 +1,305 @@
+"""The table of encoder families: where each keeps the parts of a transformer layer, and what else differs.
+
+One row per family, paths as attributes of the layer (or of the model, for heads). To add an architecture, add a row;
+docs/optimize.md walks through one. Nothing here imports transformers: classes are known by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from stoker.model.swap import cached, stock_class
+
+__all__ = ["FAMILIES", "Family", "MaskedLM", "Role", "find"]
+
+Role = Literal["base", "layer", "embeddings", "relative_bias", "question_answering", "masked_lm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedLM:
+    """Where a masked-LM head keeps decoder(norm(activation(dense(hidden))))."""
+
+    dense: str
+    norm: str
+    decoder: str
+    activation: str | None = None
+    """None: the head calls gelu as a function."""
+    counts_items: bool = False
+    """The loss is a sum divided by num_items_in_batch, where a trainer gives that."""
+
+    def containers(self) -> tuple[str, ...]:
+        """The modules that hold these four, which the fused loss never calls."""
+        paths = (self.dense, self.norm, self.decoder)
+        return tuple(dict.fromkeys(prefix for path in paths for prefix in _prefixes(path)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """One encoder architecture. Paths are attributes of the layer unless said otherwise."""
+
+    name: str
+    source: str
+    """Last part of the module the classes are defined in: transformers.models.<source>."""
+    base: str
+    layer: str
+    embeddings: str
+    question_answering: str
+    masked_lm_model: str
+
+    # attention
+    query: str = "attention.self.query"
+    key: str = "attention.self.key"
+    value: str = "attention.self.value"
+    packed: str | None = None
+    """Path of one linear that gives q, k and v side by side, instead of the three above."""
+    head_size: str = "attention.self.attention_head_size"
+    attention_dropout: str = "attention.self.dropout"
+    """A dropout module or a number."""
+    out: str = "attention.output.dense"
+    out_dropout: str | None = "attention.output.dropout"
+    attention_norm: str = "attention.output.LayerNorm"
+    """After attention and residual; with `pre_norm`: before attention."""
+    window: Callable[[Any], int | None] | None = None
+    """How many tokens to each side the given layer sees; None: all."""
+    rotary: str | None = None
+    """Name of the argument that brings (cos, sin)."""
+    relative_bias: str | None = None
+    """Name of the argument that brings a bias (1, heads, length, length), and ..."""
+    relative_bias_class: str | None = None
+    """... the class whose compute_position_bias(hidden) makes it."""
+
+    # feed forward
+    up: str = "intermediate.dense"
+    activation: str = "intermediate.intermediate_act_fn"
+    gated: bool = False
+    inner_dropout: str | None = None
+    down: str = "output.dense"
+    down_dropout: str | None = "output.dropout"
+    down_norm: str = "output.LayerNorm"
+    """After feed forward and residual; with `pre_norm`: before feed forward."""
+    pre_norm: bool = False
+    tuple_until: int = 0
+    """Layers return a tuple in transformers up to this major version."""
+
+    # embeddings: paths in the embeddings module
+    word: str = "word_embeddings"
+    position: str | None = "position_embeddings"
+    token_type: str | None = "token_type_embeddings"
+    embedding_norm: str = "LayerNorm"
+    embedding_dropout: str = "dropout"
+    positions_after_padding: bool = False
+    """Positions count from padding_idx + 1, and padding tokens do not count (RoBERTa)."""
+
+    # the model around the layers
+    pooled: Callable[[Any, Any], Any] = lambda model, hidden: model.pooler(hidden)
+    """The pooler's output from hidden states (batch, length, width)."""
+    empty_mask: object = None
+    """What the stock base model takes for 'no mask' without building one."""
+    tuple_keeps_pooler: bool = False
+    """With return_dict=False the pooler's place is kept even when it is None."""
+    span_logits: str = "qa_outputs"
+    """Path in the question-answering model to the module that gives start and end logits."""
+    masked_lm: MaskedLM | None = None
+
+    def containers(self) -> tuple[str, ...]:
+        """The modules inside a layer that hold the parts, which the fused layer never calls."""
+        paths = (self.packed or self.query, self.out, self.attention_norm, self.up, self.down, self.down_norm)
+        return tuple(dict.fromkeys(prefix for path in paths for prefix in _prefixes(path)))
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    parts = path.split(".")
+    for end in range(1, len(parts)):
+        yield ".".join(parts[:end])
+
+
+def _row(name: str, source: str, prefix: str, **changes: object) -> Family:
+    fields: dict[str, object] = {
+        "base": f"{prefix}Model",
+        "layer": f"{prefix}Layer",
+        "embeddings": f"{prefix}Embeddings",
+        "question_answering": f"{prefix}ForQuestionAnswering",
+        "masked_lm_model": f"{prefix}ForMaskedLM",
+    }
+    return Family(name=name, source=source, **{**fields, **changes})  # type: ignore[arg-type]
+
+
+_ROBERTA_HEAD = MaskedLM(dense="lm_head.dense", norm="lm_head.layer_norm", decoder="lm_head.decoder")
+
+_ROBERTA = _row(
+    "RoBERTa",
+    "roberta.modeling_roberta",
+    "Roberta",
+    tuple_until=4,
+    positions_after_padding=True,
+    masked_lm=_ROBERTA_HEAD,
+)
+
+
+def _like_roberta(name: str, source: str, prefix: str) -> Family:
+    classes = _row(name, source, prefix)
+    names = ("name", "source", "base", "layer", "embeddings", "question_answering", "masked_lm_model")
+    return dataclasses.replace(_ROBERTA, **{field: getattr(classes, field) for field in names})
+
+
+FAMILIES: tuple[Family, ...] = (
+    _row(
+        "BERT",
+        "bert.modeling_bert",
+        "Bert",
+        tuple_until=4,
+        masked_lm=MaskedLM(
+            dense="cls.predictions.transform.dense",
+            activation="cls.predictions.transform.transform_act_fn",
+            norm="cls.predictions.transform.LayerNorm",
+            decoder="cls.predictions.decoder",
+        ),
+    ),
+    _ROBERTA,
+    _like_roberta("XLM-RoBERTa", "xlm_roberta.modeling_xlm_roberta", "XLMRoberta"),
+    _like_roberta("CamemBERT", "camembert.modeling_camembert", "Camembert"),
+    _row(
+        "ELECTRA",
+        "electra.modeling_electra",
+        "Electra",
+        tuple_until=4,
+        masked_lm=MaskedLM(
+            dense="generator_predictions.dense",
+            activation="generator_predictions.activation",
+            norm="generator_predictions.LayerNorm",
+            decoder="generator_lm_head",
+        ),
+    ),
+    _row(
+        "DistilBERT",
+        "distilbert.modeling_distilbert",
+        "DistilBert",
+        layer="TransformerBlock",
+        embeddings="Embeddings",
+        tuple_until=4,
+        query="attention.q_lin",
+        key="attention.k_lin",
+        value="attention.v_lin",
+        head_size="attention.attention_head_size",
+        attention_dropout="attention.dropout",
+        out="attention.out_lin",
+        out_dropout=None,
+        attention_norm="sa_layer_norm",
+        up="ffn.lin1",
+        activation="ffn.activation",
+        down="ffn.lin2",
+        down_dropout="ffn.dropout",
+        down_norm="output_layer_norm",
+        token_type=None,
+        masked_lm=MaskedLM(
+            dense="vocab_transform", activation="activation", norm="vocab_layer_norm", decoder="vocab_projector"
+        ),
+    ),
+    _row(
+        "MPNet",
+        "mpnet.modeling_mpnet",
+        "MPNet",
+        tuple_until=5,
+        query="attention.attn.q",
+        key="attention.attn.k",
+        value="attention.attn.v",
+        head_size="attention.attn.attention_head_size",
+        attention_dropout="attention.attn.dropout",
+        out="attention.attn.o",
+        out_dropout="attention.dropout",
+        attention_norm="attention.LayerNorm",
+        relative_bias="position_bias",
+        relative_bias_class="MPNetEncoder",
+        token_type=None,
+        positions_after_padding=True,
+        tuple_keeps_pooler=True,
+        masked_lm=_ROBERTA_HEAD,
+    ),
+    _row(
+        "ALBERT",
+        "albert.modeling_albert",
+        "Albert",
+        tuple_until=4,
+        query="attention.query",
+        key="attention.key",
+        value="attention.value",
+        head_size="attention.attention_head_size",
+        attention_dropout="attention.attention_dropout",
+        out="attention.dense",
+        out_dropout="attention.output_dropout",
+        attention_norm="attention.LayerNorm",
+        up="ffn",
+        activation="activation",
+        down="ffn_output",
+        down_dropout=None,
+        down_norm="full_layer_layer_norm",
+        pooled=lambda model, hidden: model.pooler_activation(model.pooler(hidden[:, 0])),
+        masked_lm=MaskedLM(
+            dense="predictions.dense",
+            activation="predictions.activation",
+            norm="predictions.LayerNorm",
+            decoder="predictions.decoder",
+        ),
+    ),
+    _row(
+        "ModernBERT",
+        "modernbert.modeling_modernbert",
+        "ModernBert",
+        layer="ModernBertEncoderLayer",
+        packed="attn.Wqkv",
+        head_size="attn.head_dim",
+        attention_dropout="attn.attention_dropout",
+        out="attn.Wo",
+        out_dropout="attn.out_drop",
+        attention_norm="attn_norm",
+        # the module keeps the window with its own token counted
+        window=lambda layer: None if layer.attn.sliding_window is None else layer.attn.sliding_window - 1,
+        rotary="position_embeddings",
+        up="mlp.Wi",
+        activation="mlp.act",
+        gated=True,
+        inner_dropout="mlp.drop",
+        down="mlp.Wo",
+        down_dropout=None,
+        down_norm="mlp_norm",
+        pre_norm=True,
+        word="tok_embeddings",
+        position=None,
+        token_type=None,
+        embedding_norm="norm",
+        embedding_dropout="drop",
+        empty_mask={"full_attention": None, "sliding_attention": None},
+        span_logits="classifier",
+        masked_lm=MaskedLM(
+            dense="head.dense", activation="head.act", norm="head.norm", decoder="decoder", counts_items=True
+        ),
+    ),
+)
+
+
+@cached
+def find(cls: type[nn.Module]) -> tuple[Family, Role] | None:
+    """The table row and role of a class, if it is one of the table's or inherits its forward unchanged."""
+    cls = stock_class(cls)
+    owner = next(ancestor for ancestor in cls.__mro__ if "forward" in ancestor.__dict__)
+    return _BY_CLASS.get((owner.__module__, owner.__qualname__))
+
+
+def _by_class() -> Iterator[tuple[tuple[str, str], tuple[Family, Role]]]:
+    for family in FAMILIES:
+        source = f"transformers.models.{family.source}"
+        yield (source, family.base), (family, "base")
+        yield (source, family.layer), (family, "layer")
+        yield (source, family.embeddings), (family, "embeddings")
+        yield (source, family.question_answering), (family, "question_answering")
+        yield (source, family.masked_lm_model), (family, "masked_lm")
+        if family.relative_bias_class is not None:
+            yield (source, family.relative_bias_class), (family, "relative_bias")
+
+
+_BY_CLASS: dict[tuple[str, str], tuple[Family, Role]] = dict(_by_class())

@@ -1,0 +1,185 @@
+"""Heads that profit from knowing the sequences: question answering and masked LM. All others work on the repadded output.
+
+Question answering: logits at padding are set so low that no softmax counts them, as if there were no padding. Masked LM:
+the loss comes from the labelled rows alone, without the (tokens, vocabulary) matrix; logits are computed when looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stoker.kernels.activation import bias_activation
+from stoker.kernels.linear import linear
+from stoker.kernels.loss import linear_cross_entropy
+from stoker.model.families import Family, MaskedLM
+from stoker.model.leaves import activation_kind
+from stoker.model.sequences import watched, watching
+from stoker.model.swap import Optimized, child, named, plain, unhooked
+
+__all__ = ["MaskedLMModel", "QuestionAnsweringModel", "SpanLogits"]
+
+NEVER = -1.0e4
+"""A logit whose exponential is zero beside any other, yet small enough that a label which points there gives a finite loss."""
+
+IGNORED = -100
+
+
+class QuestionAnsweringModel(Optimized):
+    """Override of a question-answering model: lets its span logits see the sequences of the base model's call."""
+
+    stoker_part = "question-answering head"
+    stoker_model = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with watched():
+            return super().forward(*args, **kwargs)
+
+
+class SpanLogits(Optimized):
+    """Override of the module that gives start and end logits (batch, length, 2)."""
+
+    stoker_part = "span logits"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        logits = super().forward(*args, **kwargs)
+        sequences = watching()
+        if sequences is None or sequences.mask is None:
+            return logits
+        return logits.masked_fill(~sequences.mask.unsqueeze(-1), NEVER)
+
+
+class MaskedLMModel(Optimized):
+    """Override of a masked-LM model: in training with labels, the loss of the labelled rows only."""
+
+    stoker_part = "masked-LM loss"
+    stoker_model = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = named(self, args, kwargs)
+        labelled = self._labelled(call)
+        if labelled is None:
+            return super().forward(*args, **kwargs)
+        head: MaskedLM = self.stoker_row.masked_lm
+        labels = call.pop("labels").reshape(-1).index_select(0, labelled)
+        items = call.get("num_items_in_batch") if head.counts_items else None
+        outputs = child(self, str(self.base_model_prefix))(**{**call, "return_dict": True})
+        hidden = outputs[0]
+        rows = _features(self, head, hidden.flatten(0, 1).index_select(0, labelled))
+        decoder = child(self, head.decoder)
+        loss = linear_cross_entropy(
+            rows, decoder.weight, decoder.bias, labels, reduction="mean" if items is None else "sum"
+        )
+        return lazy_output(
+            loss if items is None else loss / items,
+            lambda: decoder(_features(self, head, hidden)),
+            hidden_states=outputs.get("hidden_states"),
+            attentions=outputs.get("attentions"),
+        )
+
+    def _labelled(self, call: dict[str, Any]) -> Tensor | None:
+        """Flat positions that have a label; None if this call is to run as stock does."""
+        row: Family = self.stoker_row
+        if not (self.training and torch.is_grad_enabled() and "labels" in call):
+            return None
+        if row.masked_lm is None or getattr(self.config, "sparse_prediction", False):
+            return None
+        if not call.get("return_dict", getattr(self.config, "return_dict", True)):
+            return None
+        if not _is_plain(self, row.masked_lm):
+            return None
+        labelled = (call["labels"].reshape(-1) != IGNORED).nonzero().squeeze(1)
+        return labelled if labelled.numel() else None
+
+
+def _is_plain(model: nn.Module, head: MaskedLM) -> bool:
+    """Whether the head's weights can be read in place of calling it."""
+    decoder = child(model, head.decoder)
+    return (
+        all(unhooked(child(model, path)) for path in head.containers())
+        and plain(child(model, head.dense), nn.Linear)
+        and plain(child(model, head.norm), nn.LayerNorm)
+        and plain(decoder, nn.Linear)
+        and (head.activation is None or activation_kind(child(model, head.activation)) is not None)
+        and decoder.weight.device.type == "cpu"
+        and decoder.weight.dtype in (torch.float32, torch.bfloat16)
+    )
+
+
+def _features(model: nn.Module, head: MaskedLM, hidden: Tensor) -> Tensor:
+    """norm(activation(dense(hidden)))"""
+    dense, norm = child(model, head.dense), child(model, head.norm)
+    kind = "gelu" if head.activation is None else activation_kind(child(model, head.activation))
+    return norm(bias_activation(linear(hidden, dense.weight), dense.bias, kind or "gelu"))  # type: ignore[no-any-return]
+
+
+def lazy_output(loss: Tensor, logits: Callable[[], Tensor], **others: Any) -> Any:
+    """A MaskedLMOutput whose logits are computed when they are first looked at."""
+    output = _lazy_output_class()(loss=loss, **others)
+    object.__setattr__(output, "_compute_logits", logits)
+    return output
+
+
+@functools.cache
+def _lazy_output_class() -> type[Any]:
+    from transformers.modeling_outputs import MaskedLMOutput
+
+    class LazyMaskedLMOutput(MaskedLMOutput):  # type: ignore[misc]
+        """Reading the loss costs nothing more; anything that would show the logits makes them first."""
+
+        def _complete(self) -> None:
+            compute = self.__dict__.pop("_compute_logits", None)
+            if compute is not None:
+                self["logits"] = compute()
+                for later in ("hidden_states", "attentions"):
+                    if OrderedDict.__contains__(self, later):
+                        self.move_to_end(later)
+
+        @property
+        def logits(self) -> Tensor | None:
+            self._complete()
+            return self.__dict__.get("logits")
+
+        @logits.setter
+        def logits(self, value: Tensor | None) -> None:
+            self.__dict__["logits"] = value
+
+        def __getitem__(self, key: Any) -> Any:
+            if key in ("loss", 0) and OrderedDict.__contains__(self, "loss"):
+                return OrderedDict.__getitem__(self, "loss")
+            self._complete()
+            return super().__getitem__(key)
+
+        def __contains__(self, key: object) -> bool:
+            return key == "logits" or OrderedDict.__contains__(self, key)
+
+        def __iter__(self) -> Any:
+            self._complete()
+            return super().__iter__()
+
+        def __len__(self) -> int:
+            self._complete()
+            return OrderedDict.__len__(self)
+
+        def keys(self) -> Any:
+            self._complete()
+            return super().keys()
+
+        def values(self) -> Any:
+            self._complete()
+            return super().values()
+
+        def items(self) -> Any:
+            self._complete()
+            return super().items()
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            return self[key] if key == "logits" or OrderedDict.__contains__(self, key) else default
+
+    LazyMaskedLMOutput.__name__ = LazyMaskedLMOutput.__qualname__ = "MaskedLMOutput"
+    return LazyMaskedLMOutput

@@ -1,0 +1,262 @@
+"""The fused transformer layer: one forward for every family of the table.
+
+It reads the weights of the stock modules and calls the native kernels over packed rows. Where a module is not what it seems
+(wrapped by LoRA, hooked, parametrised), that module is called instead and its neighbours stay fused.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stoker.kernels.activation import bias_activation, gated_activation
+from stoker.kernels.attention import attention_packed
+from stoker.kernels.dropout import dropout
+from stoker.kernels.embedding import embedding_layer_norm_dropout
+from stoker.kernels.linear import linear, linear_packed
+from stoker.kernels.norm import dropout_add_layer_norm, layer_norm
+from stoker.model.families import Family
+from stoker.model.leaves import activation_kind
+from stoker.model.sequences import Sequences, current
+from stoker.model.swap import Optimized, child, named, plain
+
+__all__ = ["FusedEmbeddings", "FusedLayer", "RelativeBias"]
+
+
+class FusedLayer(Optimized):
+    """Override of one transformer layer. Outside of a door it is the stock layer."""
+
+    stoker_part = "fused layer"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # As an argument, because activation checkpointing runs the layer again when the door has long been left.
+        if (sequences := current()) is not None:
+            kwargs["stoker_sequences"] = sequences
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, *args: Any, stoker_sequences: Sequences | None = None, **kwargs: Any) -> Any:
+        if stoker_sequences is None:
+            return super().forward(*args, **kwargs)
+        row: Family = self.stoker_row
+        extra = named(self, args, kwargs)
+        hidden = args[0] if args else next(iter(extra.values()))
+        x = hidden[0].to(stoker_sequences.dtype)
+        run = _pre_norm if row.pre_norm else _post_norm
+        y = run(_Parts(self, row, self.stoker_settings.fuse), x, stoker_sequences, extra).unsqueeze(0)
+        return (y,) if row.tuple_until >= _transformers_major() else y
+
+
+def _post_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
+    row = m.row
+    context_TH = _attend(m, x_TH, sequences, extra)
+    y_TH, bias = m.project(row.out, context_TH)
+    x_TH = m.add_norm(y_TH, bias, x_TH, row.out_dropout, row.attention_norm)
+    inner_TF = m.dropout(row.inner_dropout, _activated(m, x_TH))
+    y_TH, bias = m.project(row.down, inner_TF)
+    return m.add_norm(y_TH, bias, x_TH, row.down_dropout, row.down_norm)
+
+
+def _pre_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
+    row = m.row
+    context_TH = _attend(m, m.norm(row.attention_norm, x_TH), sequences, extra)
+    y_TH, bias = m.project(row.out, context_TH)
+    normed_TH, x_TH = m.add_norm_sum(y_TH, bias, x_TH, row.out_dropout, row.down_norm)
+    inner_TF = m.dropout(row.inner_dropout, _activated(m, normed_TH))
+    y_TH, bias = m.project(row.down, inner_TF)
+    y_TH = y_TH if bias is None else y_TH + bias.to(y_TH.dtype)
+    return x_TH + m.dropout(row.down_dropout, y_TH)
+
+
+def _attend(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
+    row, layer = m.row, m.layer
+    qkv = m.side_by_side((row.packed,) if row.packed else (row.query, row.key, row.value), x_TH)
+    dropout_p = child(layer, row.attention_dropout)
+    window = row.window(layer) if row.window else None
+    rotary = extra.get(row.rotary) if row.rotary else None
+    bias = extra.get(row.relative_bias) if row.relative_bias else None
+    return attention_packed(
+        qkv,
+        sequences.cu_seqlens,
+        qkv.shape[1] // (3 * child(layer, row.head_size)),
+        window=None if window is None else (window, window),
+        # stock gives both halves of the angles, which are the same
+        rotary=None if rotary is None else tuple(part[0, :, : part.shape[-1] // 2] for part in rotary),
+        bias=None if bias is None else bias[0],
+        dropout_p=getattr(dropout_p, "p", dropout_p) if layer.training else 0.0,
+    )
+
+
+def _activated(m: _Parts, x_TH: Tensor) -> Tensor:
+    """activation(up(x)), or activation(first half) * second half."""
+    row = m.row
+    y_TF, bias = m.project(row.up, x_TH)
+    module = child(m.layer, row.activation)
+    kind = activation_kind(module) if m.fuse else None
+    if kind is not None:
+        return gated_activation(y_TF, bias, kind) if row.gated else bias_activation(y_TF, bias, kind)
+    y_TF = y_TF if bias is None else y_TF + bias.to(y_TF.dtype)
+    if not row.gated:
+        return module(y_TF)  # type: ignore[no-any-return]
+    first, second = y_TF.chunk(2, dim=-1)
+    return module(first) * second  # type: ignore[no-any-return]
+
+
+class _Parts:
+    """The modules of one layer, each used through its weights where that is the same as calling it."""
+
+    def __init__(self, layer: nn.Module, row: Family, fuse: bool) -> None:
+        self.layer, self.row, self.fuse = layer, row, fuse
+
+    def project(self, path: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x W^T, and the bias that is still to be added, which the next kernel does in passing."""
+        module = child(self.layer, path)
+        if self.fuse and plain(module, nn.Linear):
+            return linear(x, module.weight), module.bias
+        return _call(module, x), None
+
+    def side_by_side(self, paths: tuple[str, ...], x: Tensor) -> Tensor:
+        modules = [child(self.layer, path) for path in paths]
+        if self.fuse and all(plain(module, nn.Linear) for module in modules):
+            biases = [module.bias for module in modules if module.bias is not None]
+            if len(biases) in (0, len(modules)):
+                return linear_packed(x, [module.weight for module in modules], biases)
+        outputs = [_call(module, x) for module in modules]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def add_norm(
+        self, y: Tensor, bias: Tensor | None, residual: Tensor, dropout_path: str | None, norm_path: str
+    ) -> Tensor:
+        """norm(residual + dropout(y + bias))"""
+        norm, p = child(self.layer, norm_path), self.probability(dropout_path)
+        if self.fuse and p is not None and plain(norm, nn.LayerNorm):
+            result: Tensor = dropout_add_layer_norm(
+                y, residual, norm.weight, norm.bias, x_bias=bias, p=p, eps=norm.eps, training=p > 0.0
+            )
+            return result
+        return _call(norm, self.add(y, bias, residual, dropout_path))
+
+    def add_norm_sum(
+        self, y: Tensor, bias: Tensor | None, residual: Tensor, dropout_path: str | None, norm_path: str
+    ) -> tuple[Tensor, Tensor]:
+        """norm(s) and s, where s = residual + dropout(y + bias)"""
+        norm, p = child(self.layer, norm_path), self.probability(dropout_path)
+        if self.fuse and p is not None and plain(norm, nn.LayerNorm):
+            normed, total = dropout_add_layer_norm(
+                y, residual, norm.weight, norm.bias, x_bias=bias, p=p, eps=norm.eps, training=p > 0.0, return_sum=True
+            )
+            return normed, total
+        total = self.add(y, bias, residual, dropout_path)
+        return _call(norm, total), total
+
+    def add(self, y: Tensor, bias: Tensor | None, residual: Tensor, dropout_path: str | None) -> Tensor:
+        y = y if bias is None else y + bias.to(y.dtype)
+        return residual + self.dropout(dropout_path, y)
+
+    def norm(self, path: str, x: Tensor) -> Tensor:
+        module = child(self.layer, path)
+        if self.fuse and plain(module, nn.LayerNorm):
+            return layer_norm(x, module.weight, module.bias, module.eps)
+        return _call(module, x)
+
+    def dropout(self, path: str | None, x: Tensor) -> Tensor:
+        p = self.probability(path)
+        if p == 0.0:
+            return x
+        return dropout(x, p) if self.fuse and p is not None else _call(child(self.layer, path or ""), x)
+
+    def probability(self, path: str | None) -> float | None:
+        """The dropout probability in force, None if the module has to be called."""
+        module = None if path is None else child(self.layer, path)
+        if module is None or plain(module, nn.Identity):
+            return 0.0
+        if not plain(module, nn.Dropout):
+            return None
+        return float(module.p) if module.training else 0.0
+
+
+def _call(module: nn.Module, x: Tensor) -> Tensor:
+    """Calls a module that is not Stoker's in the type of its parameters, which need not be that of the activations."""
+    if isinstance(module, Optimized):
+        return module(x)  # type: ignore[no-any-return]
+    parameter = next(module.parameters(), x)
+    return module(x.to(parameter.dtype)).to(x.dtype)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _transformers_major() -> int:
+    return int(metadata.version("transformers").split(".")[0])
+
+
+class FusedEmbeddings(Optimized):
+    """Override of the embeddings: word + position + type, norm and dropout in one pass."""
+
+    stoker_part = "fused embeddings"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = named(self, args, kwargs)
+        if torch.compiler.is_compiling() or not self._fusable(call):
+            return super().forward(*args, **kwargs)
+        row: Family = self.stoker_row
+        ids = call["input_ids"]
+        word, norm = child(self, row.word), child(self, row.embedding_norm)
+        drop = child(self, row.embedding_dropout)
+        position = child(self, row.position) if row.position else None
+        token_type = child(self, row.token_type) if row.token_type else None
+        return embedding_layer_norm_dropout(
+            ids,
+            None if position is None else call["position_ids"].expand_as(ids),
+            None if token_type is None else call.get("token_type_ids", torch.zeros_like(ids)),
+            word.weight,
+            None if position is None else position.weight,
+            None if token_type is None else token_type.weight,
+            norm.weight,
+            norm.bias,
+            eps=norm.eps,
+            p=drop.p,
+            training=drop.training,
+            padding_idx=word.padding_idx,
+        )
+
+    def _fusable(self, call: dict[str, Any]) -> bool:
+        row: Family = self.stoker_row
+        if "input_ids" not in call or "inputs_embeds" in call or call.get("past_key_values_length"):
+            return False
+        if row.position is not None and "position_ids" not in call:
+            return False
+        tables = [child(self, path) for path in (row.word, row.position, row.token_type) if path is not None]
+        if not all(plain(table, nn.Embedding) and _simple(table) for table in tables):
+            return False
+        if not plain(child(self, row.embedding_norm), nn.LayerNorm):
+            return False
+        if not plain(child(self, row.embedding_dropout), nn.Dropout):
+            return False
+        # The kernel knows the padding index of the word table only. RoBERTa's position table has one too, which matters
+        # when a padding token counts as real.
+        padding = child(self, row.position).padding_idx if row.position else None
+        return padding is None or not bool((call["position_ids"] == padding).any())
+
+
+def _simple(table: Any) -> bool:
+    return (
+        table.max_norm is None
+        and not table.scale_grad_by_freq
+        and not table.sparse
+        and table.weight.device.type == "cpu"
+        and table.weight.dtype in (torch.float32, torch.bfloat16)
+    )
+
+
+class RelativeBias(Optimized):
+    """Override of an encoder that makes a position bias: one for the longest sequence serves all of them."""
+
+    stoker_part = "relative position bias"
+
+    def compute_position_bias(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        stock: Any = super()
+        if (sequences := current()) is None:
+            return stock.compute_position_bias(x, *args, **kwargs)
+        return stock.compute_position_bias(x.new_empty(1, sequences.longest, 0), *args, **kwargs)

@@ -1,0 +1,211 @@
+"""Single modules of any model: dropout, norms, activations, linear and embedding through the native kernels.
+
+Each override takes the calls its kernel is made for and leaves the others to the stock forward: another device or type, a
+caller that is being compiled (the compiler fuses by itself), or an input so small that the detour costs more than it saves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stoker.kernels.activation import bias_activation
+from stoker.kernels.dropout import dropout
+from stoker.kernels.embedding import embedding
+from stoker.kernels.linear import linear
+from stoker.kernels.norm import layer_norm, rms_norm
+from stoker.model.swap import Optimized, Settings, stock_class, swap
+
+__all__ = ["activation_kind", "swap_leaf"]
+
+# Below these a call through the native kernel's autograd (tens of microseconds) costs more than it saves.
+SMALL_ELEMENTS = 1 << 14
+SMALL_PRODUCT = 1 << 22
+
+_TYPES = (torch.float32, torch.bfloat16)
+
+
+def swap_leaf(module: nn.Module, settings: Settings) -> bool:
+    """Swaps `module` if it is a leaf with a kernel; True if it did."""
+    override = _override(module)
+    if override is not None:
+        swap(module, override, settings)
+    return override is not None
+
+
+def _override(module: nn.Module) -> type[Optimized] | None:
+    cls = type(module)
+    if cls is nn.Linear:
+        return LeafLinear
+    if cls is nn.Dropout:
+        return None if getattr(module, "inplace", False) else LeafDropout
+    if cls is nn.LayerNorm:
+        one_dimension = len(module.normalized_shape) == 1 and module.elementwise_affine  # type: ignore[arg-type]
+        return LeafLayerNorm if one_dimension else None
+    if cls is nn.Embedding:
+        return LeafEmbedding if _gathers_only(module) else None
+    if activation_kind(module) not in (None, "relu"):  # torch's own ReLU is as fast as memory
+        return LeafActivation
+    return LeafRMSNorm if _is_rms_norm(module) else None
+
+
+def _native(x: Any, *parameters: Tensor | None) -> bool:
+    """Whether the kernels can take this call at all."""
+    return (
+        isinstance(x, Tensor)
+        and type(x) in (Tensor, nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and x.device.type == "cpu"
+        and x.dtype in _TYPES
+        and all(p is None or (p.device.type == "cpu" and p.dtype in _TYPES) for p in parameters)
+    )
+
+
+class LeafLinear(Optimized):
+    stoker_part = "linear"
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not _native(input, self.weight, self.bias) or input.dim() == 0 or input.shape[-1] != self.weight.shape[1]:
+            return super().forward(input)  # type: ignore[no-any-return]
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            if dtype != torch.bfloat16:
+                return super().forward(input)  # type: ignore[no-any-return]
+            input = input.to(dtype)
+        elif input.dtype == self.weight.dtype and input.numel() * self.weight.shape[0] < SMALL_PRODUCT:
+            return super().forward(input)  # type: ignore[no-any-return]
+        return linear(input, self.weight, self.bias)
+
+
+class LeafDropout(Optimized):
+    stoker_part = "dropout"
+
+    p: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and self.p > 0.0 and input.numel() >= SMALL_ELEMENTS and _native(input):
+            return dropout(input, self.p)
+        return super().forward(input)  # type: ignore[no-any-return]
+
+
+class LeafLayerNorm(Optimized):
+    stoker_part = "layer norm"
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    eps: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        if (
+            input.numel() >= SMALL_ELEMENTS
+            and input.shape[-1] == self.weight.shape[0]
+            and _native(input, self.weight, self.bias)
+        ):
+            return layer_norm(input, self.weight, self.bias, self.eps)
+        return super().forward(input)  # type: ignore[no-any-return]
+
+
+class LeafEmbedding(Optimized):
+    stoker_part = "embedding"
+
+    weight: nn.Parameter
+    padding_idx: int | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        big = input.numel() * self.weight.shape[1] >= SMALL_ELEMENTS
+        if big and input.dtype in (torch.int32, torch.int64) and input.device.type == "cpu" and _native(self.weight):
+            rows: Tensor = embedding(input, self.weight, self.padding_idx)
+            return rows
+        return super().forward(input)  # type: ignore[no-any-return]
+
+
+def _gathers_only(table: Any) -> bool:
+    return table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
+
+
+class LeafActivation(Optimized):
+    stoker_part = "activation"
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = activation_kind(self)
+        if kind is not None and input.numel() >= SMALL_ELEMENTS and _native(input):
+            return bias_activation(input, None, kind)
+        return super().forward(input)  # type: ignore[no-any-return]
+
+
+_ACTIVATIONS = {
+    "GELUActivation": "gelu",
+    "NewGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "AccurateGELUActivation": "gelu_tanh",
+    "SiLUActivation": "silu",
+}
+"""transformers' activation classes whose formula is one of the kernels'; their variants differ in rounding only."""
+
+
+def activation_kind(module: Any) -> str | None:
+    """The kernels' name for an activation module or function, None if there is none."""
+    if module is nn.functional.gelu:
+        return "gelu"
+    if not isinstance(module, nn.Module):
+        return None
+    cls = stock_class(type(module))
+    if module._forward_hooks or module._forward_pre_hooks:
+        return None
+    if cls is nn.GELU:
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    if cls is nn.SiLU:
+        return None if module.inplace else "silu"
+    if cls is nn.ReLU:
+        return "relu"
+    return _ACTIVATIONS.get(cls.__name__) if cls.__module__ == "transformers.activations" else None
+
+
+class LeafRMSNorm(Optimized):
+    stoker_part = "rms norm"
+
+    weight: nn.Parameter
+
+    def forward(self, input: Tensor) -> Tensor:
+        eps = _rms_eps(self)
+        if (
+            eps is not None
+            and input.numel() >= SMALL_ELEMENTS
+            and input.dtype == torch.float32
+            and _native(input, self.weight)
+        ):
+            return rms_norm(input, self.weight, eps)
+        return super().forward(input)  # type: ignore[no-any-return]
+
+
+def _rms_eps(module: nn.Module) -> float | None:
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        if isinstance(value := getattr(module, name, None), float):
+            return value
+    return None
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Many models bring an RMSNorm of their own, and some mean another formula: the module itself is asked, on two rows."""
+    name, eps = type(module).__name__, _rms_eps(module)
+    if not (name.endswith("RMSNorm") or name == "T5LayerNorm") or eps is None:
+        return False
+    weight = getattr(module, "weight", None)
+    if [key for key, _ in module.named_parameters()] != ["weight"] or weight is None or weight.dim() != 1:
+        return False
+    if not _native(weight) or weight.dtype != torch.float32:
+        return False
+    probe = torch.linspace(-2.0, 3.0, 2 * weight.shape[0]).view(2, -1)
+    with torch.no_grad():
+        expected = probe * torch.rsqrt(probe.square().mean(-1, keepdim=True) + eps) * weight
+        try:
+            return torch.allclose(module(probe), expected, rtol=1e-4, atol=1e-5)
+        except (RuntimeError, TypeError, ValueError):
+            return False

@@ -1,0 +1,137 @@
+"""stoker.optimize, stoker.restore: which override goes where.
+
+Everything happens by `swap`, module by module; `restore` gives every module its class back.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from stoker.model import memory as allocator
+from stoker.model import optimizers, precision
+from stoker.model.door import Door
+from stoker.model.families import Family, Role, find
+from stoker.model.heads import MaskedLMModel, QuestionAnsweringModel, SpanLogits
+from stoker.model.layer import FusedEmbeddings, FusedLayer, RelativeBias
+from stoker.model.leaves import swap_leaf
+from stoker.model.report import Notes, note, report
+from stoker.model.swap import Optimized, Settings, child, restore_module, swap
+
+__all__ = ["optimize", "restore"]
+
+log = logging.getLogger("stoker")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_IPEX_KEYWORDS = {
+    "inplace": "the model is always optimised in place, so that the optimizer keeps its parameters; copy.deepcopy it before",
+    "conv_bn_folding": "folding is for inference; nothing is folded",
+    "linear_bn_folding": "folding is for inference; nothing is folded",
+    "weights_prepack": "weights keep their storage, so that checkpoints stay stock; the kernels pack on the fly",
+    "replace_dropout_with_identity": "dropout costs nothing in eval mode; it is left in place",
+    "optimize_lstm": "LSTMs run as stock does",
+    "split_master_weight_for_bf16": "parameters stay fp32 and are the master weights",
+    "auto_kernel_selection": "the fastest engine is always chosen by measurement",
+    "sample_input": "no sample is needed",
+    "graph_mode": "nothing is traced; torch.compile may be called afterwards",
+    "concat_linear": "q, k and v are always computed together",
+}
+
+
+@overload
+def optimize(model: Model, optimizer: None = None, dtype: torch.dtype | None = None, **switches: Any) -> Model: ...
+@overload
+def optimize(model: Model, optimizer: Any, dtype: Any = None, **switches: Any) -> Any: ...
+def optimize(
+    model: Any,
+    optimizer: Any = None,
+    dtype: Any = None,
+    *,
+    unpad: bool = True,
+    fuse: bool = True,
+    fuse_loss: bool = True,
+    memory: bool = True,
+    level: str = "O1",
+    fuse_update_step: bool = True,
+    **ipex: Any,
+) -> Any:
+    """Makes `model` train faster on this CPU, in place; returns it, or (model, optimizer) if an optimizer is given.
+
+    Parameters keep their names, identity and storage. `dtype`: torch.bfloat16 for bf16 activations with fp32 master
+    weights, torch.float32, or None for what is best here. Switches: `unpad` (padding stays outside the model), `fuse`
+    (native kernels), `fuse_loss` (masked-LM loss without logits), `memory` (allocator settings, process-wide),
+    `fuse_update_step` (the optimizer's fused form). The other keywords of ipex.optimize are accepted and explained in the
+    log. `stoker.report(model)` tells what was done, `stoker.restore(model)` undoes it.
+    """
+    if isinstance(optimizer, torch.dtype) or isinstance(dtype, torch.optim.Optimizer):
+        optimizer, dtype = dtype, optimizer  # ipex.optimize(model, dtype, optimizer)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"optimize: model is a {type(model).__name__}; it must be a torch.nn.Module")
+    _explain(ipex)
+    if level == "O0":
+        log.info("optimize: level='O0': every part is switched off")
+        unpad = fuse = fuse_loss = memory = fuse_update_step = False
+    chosen, why = precision.choose(dtype)
+    settings = Settings(unpad=unpad, fuse=fuse, fuse_loss=fuse_loss, dtype=chosen)
+    restore(model)  # a second call starts from stock, so that its switches count
+    encoder = _apply(model, settings) if unpad or fuse else False
+    if chosen == torch.bfloat16 and not encoder:
+        why = "fp32: not a family of the table; bf16 applies inside torch.autocast('cpu', torch.bfloat16)"
+    notes = Notes(
+        precision=why,
+        memory=allocator.keep_mapped() if memory else "switched off",
+        optimizer=""
+        if optimizer is None
+        else optimizers.fuse(optimizer)
+        if fuse_update_step
+        else "left alone, as asked",
+    )
+    note(model, notes)
+    log.info("%s", report(model))
+    return model if optimizer is None else (model, optimizer)
+
+
+def restore(model: Model, optimizer: Any = None) -> Model:
+    """Undoes `optimize`: every module gets its class back, `optimizer` (if given) its own flags; returns the model.
+
+    The allocator's settings belong to the process and stay.
+    """
+    for module in model.modules():
+        restore_module(module)
+    if optimizer is not None:
+        optimizers.unfuse(optimizer)
+    return model
+
+
+def _explain(ipex: dict[str, Any]) -> None:
+    for name, value in ipex.items():
+        if name not in _IPEX_KEYWORDS:
+            raise TypeError(f"optimize: unknown keyword {name!r} (value {value!r}); see help(stoker.optimize)")
+        log.info("optimize: %s=%r: %s", name, value, _IPEX_KEYWORDS[name])
+
+
+def _apply(model: nn.Module, settings: Settings) -> bool:
+    """Swaps what there is an override for; True if a base model of the table was among it."""
+    modules = list(model.modules())
+    found: list[tuple[nn.Module, Family, Role]] = [
+        (module, *match) for module in modules if (match := find(type(module))) is not None
+    ]
+    if settings.fuse:
+        for module in modules:
+            swap_leaf(module, settings)
+    overrides: dict[Role, type[Optimized]] = {"base": Door, "layer": FusedLayer, "relative_bias": RelativeBias}
+    if settings.fuse:
+        overrides["embeddings"] = FusedEmbeddings
+    if settings.fuse and settings.fuse_loss:
+        overrides["masked_lm"] = MaskedLMModel
+    overrides["question_answering"] = QuestionAnsweringModel
+    for module, row, role in found:
+        if role in overrides:
+            swap(module, overrides[role], settings, row)
+        if role == "question_answering":
+            swap(child(module, row.span_logits), SpanLogits, settings, row)
+    return any(role == "base" for _, _, role in found)

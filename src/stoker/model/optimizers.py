@@ -1,0 +1,69 @@
+"""torch's own optimizers turned to their fused forms, in place: schedulers, state and param groups stay what they are."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+__all__ = ["fuse", "unfuse"]
+
+_FUSABLE = (Adam, AdamW, SGD, Adagrad)
+
+_STOCK_FLAGS: WeakKeyDictionary[Optimizer, list[tuple[Any, Any]]] = WeakKeyDictionary()
+"""Cache of the (fused, foreach) flags each optimizer came with: its defaults first, then its groups."""
+
+
+def fuse(optimizer: Any) -> str:
+    """Turns `optimizer` to its fused form if it has one; says what was done, or why not."""
+    inner = _unwrapped(optimizer)
+    name = type(inner).__name__
+    if reason := _why_not(inner):
+        return f"{name} left alone: {reason}"
+    if all(group.get("fused") for group in inner.param_groups):
+        return f"{name} was fused already"
+    flagged = [inner.defaults, *inner.param_groups]
+    _STOCK_FLAGS[inner] = [(flags.get("fused"), flags.get("foreach")) for flags in flagged]
+    for flags in flagged:
+        flags["fused"], flags["foreach"] = True, False
+    for state in inner.state.values():
+        if isinstance(step := state.get("step"), torch.Tensor):
+            state["step"] = step.to(torch.float32)  # the fused kernels count in fp32
+        elif step is not None:
+            state["step"] = torch.tensor(float(step))
+    inner._step_supports_amp_scaling = True  # as the constructor does for fused=True
+    inner._need_device_dtype_check_for_fused = True
+    return f"{name} fused"
+
+
+def unfuse(optimizer: Any) -> None:
+    """Gives an optimizer that `fuse` changed its own flags back."""
+    inner = _unwrapped(optimizer)
+    flagged = [inner.defaults, *inner.param_groups]
+    known = _STOCK_FLAGS.pop(inner, [])
+    # groups that were added since take the defaults' flags
+    for flags, (fused, foreach) in zip(flagged, known + known[:1] * (len(flagged) - len(known)), strict=False):
+        flags["fused"], flags["foreach"] = fused, foreach
+    if known:
+        inner._step_supports_amp_scaling = False
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Accelerate's AcceleratedOptimizer keeps the real one inside."""
+    return optimizer if isinstance(optimizer, _FUSABLE) else getattr(optimizer, "optimizer", optimizer)
+
+
+def _why_not(optimizer: Any) -> str | None:
+    if type(optimizer) not in _FUSABLE:
+        return "no fused form is known"
+    for group in optimizer.param_groups:
+        if group.get("differentiable") or group.get("capturable"):
+            return "it is differentiable or capturable"
+        if isinstance(group["lr"], torch.Tensor):
+            return "its learning rate is a tensor"
+        for parameter in group["params"]:
+            if parameter.device.type != "cpu" or not torch.is_floating_point(parameter):
+                return f"it holds a parameter that is {parameter.dtype} on {parameter.device}"
+    return None

@@ -1,0 +1,204 @@
+"""Tiny random models of every family and head, padded batches for them, and the truth: stock, one example at a time."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCABULARY = 99
+HIDDEN = 32
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+_ROBERTA = {**_COMMON, "type_vocab_size": 2, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+
+CONFIGS = {
+    "Bert": lambda: transformers.BertConfig(**_COMMON),
+    "Roberta": lambda: transformers.RobertaConfig(**_ROBERTA),
+    "XLMRoberta": lambda: transformers.XLMRobertaConfig(**_ROBERTA),
+    "Camembert": lambda: transformers.CamembertConfig(**_ROBERTA),
+    "Electra": lambda: transformers.ElectraConfig(**_COMMON, embedding_size=24),
+    "DistilBert": lambda: transformers.DistilBertConfig(
+        vocab_size=VOCABULARY, dim=HIDDEN, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64
+    ),
+    "MPNet": lambda: transformers.MPNetConfig(**_COMMON),
+    "Albert": lambda: transformers.AlbertConfig(**_COMMON, embedding_size=24),
+    "ModernBert": lambda: transformers.ModernBertConfig(
+        **_COMMON,
+        local_attention=8,
+        global_attn_every_n_layers=2,
+        pad_token_id=0,
+        attention_dropout=0.1,
+        mlp_dropout=0.1,
+    ),
+}
+FAMILIES = tuple(CONFIGS)
+HEADS = ("QuestionAnswering", "SequenceClassification", "TokenClassification", "MaskedLM", "MultipleChoice")
+TYPED = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "Albert")
+DROPOUTS = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "classifier_dropout_prob",
+    "dropout",
+    "attention_dropout",
+    "qa_dropout",
+    "seq_classif_dropout",
+    "mlp_dropout",
+    "embedding_dropout",
+    "summary_last_dropout",
+)
+
+
+def config(family: str, dropout: float | None = 0.0):
+    made = CONFIGS[family]()
+    for name in DROPOUTS:
+        if dropout is not None and hasattr(made, name):
+            setattr(made, name, dropout)
+    return made
+
+
+def model(family: str, head: str = "Model", dropout: float | None = 0.0, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    name = f"{family}Model" if head == "Model" else f"{family}For{head}"
+    made = getattr(transformers, name)(config(family, dropout))
+    with torch.no_grad():  # stock initialisation is so even that every mistake is small
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return made.train()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A padded batch and, per row, where its real tokens are."""
+
+    inputs: dict[str, Tensor]
+    labels: dict[str, Tensor]
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def kwargs(self) -> dict[str, Tensor]:
+        return {**self.inputs, **self.labels}
+
+
+def batch(
+    family: str, head: str, side: str = "right", lengths: tuple[int, ...] = (7, 12, 1, 9), seed: int = 1
+) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    padding = 0 if family in ("Bert", "Electra", "DistilBert", "Albert", "ModernBert") else 1
+    width, rows = max(lengths) + 2, len(lengths)
+    ids = torch.full((rows, width), padding)
+    mask = torch.zeros(rows, width, dtype=torch.long)
+    types = torch.zeros(rows, width, dtype=torch.long)
+    tokens = torch.full((rows, width), -100)
+    spans = []
+    for row, length in enumerate(lengths):
+        offset = {"right": 0, "left": width - length, "both": 1}[side]
+        spans.append((offset, offset + length))
+        real = slice(offset, offset + length)
+        ids[row, real] = torch.randint(5, VOCABULARY, (length,), generator=generator)
+        mask[row, real] = 1
+        types[row, real] = torch.randint(0, 2, (length,), generator=generator)
+        tokens[row, real] = torch.randint(0, 2, (length,), generator=generator)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if family in TYPED:
+        inputs["token_type_ids"] = types
+    starts = torch.tensor([offset for offset, _ in spans])
+    ends = torch.tensor([end - 1 for _, end in spans])
+    if head == "QuestionAnswering":
+        labels = {"start_positions": (starts + ends) // 2, "end_positions": ends}
+    elif head == "SequenceClassification":
+        labels = {"labels": torch.arange(rows) % 2}
+    elif head == "MaskedLM":
+        chosen = (torch.rand(rows, width, generator=generator) < 0.5) & (tokens >= 0)
+        chosen[0, spans[0][0]] = True
+        labels = {"labels": torch.where(chosen, ids, torch.tensor(-100))}
+    elif head == "TokenClassification":
+        labels = {"labels": tokens}
+    elif head == "MultipleChoice":
+        inputs = {name: value.view(rows // 2, 2, width) for name, value in inputs.items()}
+        labels = {"labels": torch.arange(rows // 2) % 2}
+    else:
+        labels = {}
+    return Batch(inputs, labels, tuple(spans))
+
+
+def truth(stock: nn.Module, head: str, full: Batch) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Loss, logits per example and gradients of the stock model, run example by example without padding."""
+    stock = copy.deepcopy(stock)
+    rows = len(full.spans)
+    logits: list[Tensor] = []
+    losses: list[Tensor] = []
+    weights: list[float] = []
+    examples = range(0, rows, 2) if head == "MultipleChoice" else range(rows)
+    for row in examples:
+        if head == "MultipleChoice":
+            pair = [_example(full, head, index) for index in (row, row + 1)]
+            scores = torch.cat([stock(**inputs).logits for inputs, _ in pair], dim=1)
+            logits.append(scores)
+            losses.append(nn.functional.cross_entropy(scores, full.labels["labels"][row // 2].view(1)))
+            weights.append(1.0)
+            continue
+        inputs, labels = _example(full, head, row)
+        output = stock(**inputs, **labels)
+        logits.append(_logits(output, head))
+        counted = labels["labels"].ne(-100).sum().item() if head in ("MaskedLM", "TokenClassification") else 1.0
+        if counted:
+            losses.append(output.loss)
+            weights.append(float(counted))
+    loss = sum(value * weight for value, weight in zip(losses, weights, strict=True)) / sum(weights)
+    loss.backward()
+    return loss.detach(), logits, gradients(stock)
+
+
+def _example(full: Batch, head: str, row: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    start, end = full.spans[row]
+    flat = {name: value.view(-1, value.shape[-1]) for name, value in full.inputs.items()}
+    inputs = {name: value[row : row + 1, start:end] for name, value in flat.items()}
+    if head == "MultipleChoice":
+        return {name: value.unsqueeze(0) for name, value in inputs.items()}, {}
+    if head == "QuestionAnswering":
+        return inputs, {name: value[row : row + 1] - start for name, value in full.labels.items()}
+    if head == "SequenceClassification":
+        return inputs, {"labels": full.labels["labels"][row : row + 1]}
+    return inputs, {"labels": full.labels["labels"][row : row + 1, start:end]}
+
+
+def _logits(output, head: str) -> Tensor:
+    if head == "QuestionAnswering":
+        return torch.stack([output.start_logits, output.end_logits], -1).detach()
+    return output.logits.detach()
+
+
+def rows_of(output, head: str, full: Batch) -> list[Tensor]:
+    """The logits of a padded batch, cut down to what the examples alone would give."""
+    logits = _logits(output, head)
+    if head in ("SequenceClassification", "MultipleChoice"):
+        return [logits[row : row + 1] for row in range(logits.shape[0])]
+    return [logits[row : row + 1, start:end] for row, (start, end) in enumerate(full.spans)]
+
+
+def gradients(made: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-4) -> None:
+    """Each tensor's error, relative to the norm of that tensor's gradient.
+
+    The floor is for gradients that are zero but for rounding, as that of a key bias, which shifts all scores alike.
+    """
+    largest = max(float(gradient.norm()) for gradient in expected.values())
+    for name in sorted(actual.keys() | expected.keys()):
+        wanted = expected.get(name, torch.zeros(()))
+        error = float((actual.get(name, torch.zeros(())) - wanted).norm())
+        assert error <= tolerance * float(wanted.norm()) + 1e-6 * largest, (name, error, float(wanted.norm()))
