@@ -12,6 +12,7 @@ Saved for backward: the inputs, O, and the log-sum-exp of each row; the scores a
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from stoker.kernels import native
 from stoker.kernels.dropout import check_probability
-from stoker.kernels.registry import check_tensor, define, draw_key, key_value
+from stoker.kernels.registry import check_device, check_tensor, define, draw_key, key_value
 
 __all__ = ["attention", "attention_packed"]
 
@@ -47,6 +48,7 @@ def attention(
     sees (-1: all). `bias` (heads, n, n), n at least the longest length, is added to every sequence's scores. `rotary` is
     (cos, sin), each (tokens, size / 2). `scale` defaults to 1 / sqrt(size). Returns (tokens, heads, size).
     """
+    check_device("attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens, bias=bias)
     left, right = _window(causal, window)
     cosine, sine = rotary if rotary is not None else (None, None)
     size = q.shape[-1] if q.dim() else 1
@@ -74,6 +76,7 @@ def attention_packed(
     That is what one product with stacked q/k/v weights gives; the gradient comes back as one tensor too, without the three
     zero-filled copies that slicing would cost. Returns (tokens, heads * size).
     """
+    check_device("attention", qkv=qkv, cu_seqlens=cu_seqlens, bias=bias)
     kv_heads = heads if kv_heads is None else kv_heads
     if qkv.dim() != 2 or heads < 1 or kv_heads < 1 or qkv.shape[1] % (heads + 2 * kv_heads):
         raise ValueError(
@@ -119,15 +122,18 @@ def _window(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
 class _Call(ctypes.Structure):
     """AttentionCall of csrc/attention.cpp."""
 
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "bias", "dbias")]
-        + [(name, ctypes.c_void_p) for name in ("dq_parts", "cosine", "sine", "starts")]
-        + [(name, ctypes.c_int64) for name in ("sequences", "heads", "kv_heads", "head_size")]
-        + [(name, ctypes.c_int64) for name in ("bias_length", "bias_groups")]
-        + [(name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")]
-        + [("left", ctypes.c_int64), ("right", ctypes.c_int64), ("key", ctypes.c_uint64)]
-        + [("scale", ctypes.c_float), ("p", ctypes.c_float), ("dtype", ctypes.c_int32), ("threads", ctypes.c_int32)]
-    )
+    _fields_ = tuple(
+        (name, kind)
+        for kind, names in (
+            (ctypes.c_void_p, "q k v out lse dout dq dk dv bias dbias dq_parts cosine sine starts"),
+            (ctypes.c_int64, "sequences heads kv_heads head_size bias_length bias_groups"),
+            (ctypes.c_int64, "q_token q_head k_token k_head v_token v_head left right"),
+            (ctypes.c_uint64, "key"),
+            (ctypes.c_float, "scale p"),
+            (ctypes.c_int32, "dtype threads"),
+        )
+        for name in names.split()
+    )  # type: ignore[assignment]
 
 
 class _Options(NamedTuple):
@@ -152,7 +158,7 @@ def _lengths(cu_seqlens: Tensor, tokens: int) -> list[int]:
             f"attention: cu_seqlens runs from {starts[0] if starts else 'nothing'} to {starts[-1] if starts else 'nothing'}; "
             f"it must run from 0 to the number of tokens, {tokens}"
         )
-    lengths = [end - begin for begin, end in zip(starts, starts[1:], strict=False)]
+    lengths = [end - begin for begin, end in itertools.pairwise(starts)]
     if any(length < 0 for length in lengths):
         raise ValueError(
             f"attention: cu_seqlens decreases at sequence {next(i for i, n in enumerate(lengths) if n < 0)}"
@@ -275,11 +281,6 @@ def _run_backward(
     if dbias is None:
         return None
     return dbias[0] if dbias.shape[0] == 1 else dbias.sum(0)
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """Uninitialised memory with the very strides of `tensor`, if those are dense, else the dense ones."""
-    return torch.empty_like(tensor, memory_format=torch.preserve_format)
 
 
 # --- q, k and v apart ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import engines, products
-from stoker.kernels.registry import check_tensor, define
+from stoker.kernels.registry import check_device, check_tensor, define
 
 __all__ = ["linear", "linear_packed"]
 
@@ -31,6 +31,8 @@ def linear_packed(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None, *, engine: str | None = None
 ) -> Tensor:
     """The results of `linear` with each of `weights`, side by side in the last dimension."""
+    for weight in weights:
+        check_device("linear", x=x, weight=weight)
     flat = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
     y: Tensor = _linear(flat, list(weights), list(biases or ()), engine or "")
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

@@ -90,23 +90,31 @@ def _multiply_torch(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: T
         out.copy_(target)
 
 
-def _operands(tensors: Sequence[Tensor]) -> ctypes.Array[_Operand]:
-    return (_Operand * len(tensors))(*((t.data_ptr(), *t.stride(), native.dtype_code(t.dtype)) for t in tensors))
+def _operand(tensor: Tensor) -> _Operand:
+    """`tensor`, whose rows or columns are dense; the stride of a dimension of size one is made one that BLAS accepts."""
+    rows, columns = tensor.shape
+    row_stride, column_stride = tensor.stride()
+    if columns == 1 or column_stride == 1:
+        row_stride, column_stride = row_stride if rows > 1 else columns, 1
+    else:
+        row_stride, column_stride = 1, column_stride
+    return _Operand(tensor.data_ptr(), row_stride, column_stride, native.dtype_code(tensor.dtype))
 
 
-def _one_stride_dense(tensor: Tensor) -> Tensor:
+def _dense(tensor: Tensor) -> Tensor:
     """`tensor` itself if its rows or its columns are dense and do not overlap, else a copy."""
     rows, columns = tensor.shape
     row_stride, column_stride = tensor.stride()
-    if (column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows):
-        return tensor
-    return tensor.contiguous()
+    by_rows = (columns == 1 or column_stride == 1) and (rows == 1 or row_stride >= columns)
+    by_columns = columns > 1 and column_stride > 1 and (rows == 1 or row_stride == 1) and column_stride >= rows
+    return tensor if by_rows or by_columns else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _multiply_native(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None, sgemm: int) -> None:
-    left = [_one_stride_dense(a) for a, _ in terms]
-    right = [_one_stride_dense(b) for _, b in terms]
-    a, b = _operands(left), _operands(right)
+    left = [_dense(a) for a, _ in terms]
+    right = [_dense(b) for _, b in terms]
+    a = (_Operand * len(left))(*map(_operand, left))
+    b = (_Operand * len(right))(*map(_operand, right))
     depths = (ctypes.c_int64 * len(left))(*(t.shape[1] for t in left))
     if bias is not None:
         bias = bias.contiguous()

@@ -1,0 +1,235 @@
+"""Linear layers equal the plain formula by every engine, and the choice between engines is stable and can be forced."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.kernels import engines, products
+from stoker.kernels.linear import linear, linear_packed
+from stoker.machine.facts import this_machine
+
+FP32, BF16 = 2e-6, 1e-2  # relative error of a whole tensor, in norm
+BF16_UNITS = this_machine().isa.bf16_units is not None
+
+
+def distance(got, want, size=None) -> float:
+    """The error in norm, relative to `want`, or to the `size` of the terms summed where they may cancel."""
+    return ((got.double() - want).norm() / (want if size is None else size).norm().clamp_min(1e-30)).item()
+
+
+def check(rows, width, outs, engine, dtype=torch.float32, weight_dtype=torch.float32, bias=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=generator).to(dtype).requires_grad_()
+    weights = [torch.randn(out, width, generator=generator).to(weight_dtype).requires_grad_() for out in outs]
+    biases = [torch.randn(out, generator=generator).to(weight_dtype).requires_grad_() for out in outs] if bias else None
+    y = linear_packed(x, weights, biases, engine=engine)
+    grad = torch.randn(y.shape, generator=generator).to(dtype)
+    y.backward(grad)
+
+    x2 = x.detach().double().requires_grad_()
+    weights2 = [weight.detach().double().requires_grad_() for weight in weights]
+    biases2 = [b.detach().double().requires_grad_() for b in biases] if biases else [None] * len(outs)
+    want = torch.cat([torch.nn.functional.linear(x2, w, b) for w, b in zip(weights2, biases2, strict=True)], -1)
+    want.backward(grad.double())
+
+    tolerance = FP32 if dtype == weight_dtype == torch.float32 else BF16
+    assert y.dtype == dtype
+    stacked, size = torch.cat(weights2).detach(), grad.double().abs()
+    assert distance(y, want, x2.abs() @ stacked.abs().t() + want.abs()) < tolerance
+    assert distance(x.grad, x2.grad, size @ stacked.abs()) < tolerance
+    for got, expected, part in zip(weights, weights2, size.split(outs, 1), strict=True):
+        assert got.grad.dtype == weight_dtype
+        assert distance(got.grad, expected.grad, part.t() @ x2.abs()) < tolerance
+    for got, expected, part in zip(biases or [], biases2, size.split(outs, 1), strict=False):
+        assert got.grad.dtype == weight_dtype
+        assert distance(got.grad, expected.grad, part.sum(0)) < tolerance
+
+
+SHAPES = [
+    (1, 1, [1]),
+    (1, 3, [5]),
+    (7, 96, [33]),
+    (97, 257, [385]),
+    (130, 64, [17, 5, 64]),
+    (200, 300, [300, 300, 300]),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width", "outs"), SHAPES, ids=str)
+@pytest.mark.parametrize("engine", products.ENGINES)
+def test_every_engine_equals_the_formula(engine, rows, width, outs, dtype):
+    check(rows, width, outs, engine, dtype)
+    check(rows, width, outs, engine, dtype, bias=False)
+
+
+@pytest.mark.parametrize("engine", ["stoker", "openblas"])
+def test_bf16_weights_work_too(engine):
+    check(50, 70, [90], engine, torch.bfloat16, torch.bfloat16)
+    check(50, 70, [90], engine, torch.float32, torch.bfloat16)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(1, 230),
+    width=st.integers(1, 300),
+    outs=st.lists(st.integers(1, 420), min_size=1, max_size=3),
+    engine=st.sampled_from(["stoker", "openblas"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_random_shapes(rows, width, outs, engine, dtype, bias, seed):
+    check(rows, width, outs, engine, dtype, bias=bias, seed=seed)
+
+
+@pytest.mark.parametrize("engine", ["stoker", "openblas"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_threads_changes_no_bit(engine, dtype):
+    x, weight = torch.randn(500, 300).to(dtype), torch.randn(700, 300)
+
+    def results(threads: int):
+        previous = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            leaf, parameter = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            bias = torch.zeros(700, requires_grad=True)
+            y = linear(leaf, parameter, bias, engine=engine)
+            y.backward(y.detach())
+            return y, leaf.grad, parameter.grad, bias.grad
+        finally:
+            torch.set_num_threads(previous)
+
+    one = results(1)
+    for threads in (2, 3):
+        assert all(torch.equal(a, b) for a, b in zip(results(threads), one, strict=True))
+
+
+def test_leading_dimensions_and_strides_are_free():
+    x = torch.randn(3, 8, 5).transpose(1, 2)
+    weight = torch.randn(8, 6).t()
+    for engine in products.available_engines():
+        y = linear(x, weight, engine=engine)
+        assert y.shape == (3, 5, 6)
+        assert torch.allclose(y, torch.nn.functional.linear(x, weight), atol=1e-5)
+
+
+def test_no_rows_give_no_result_and_zero_gradients():
+    for engine in products.available_engines():
+        x, weight = torch.zeros(0, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+        bias = torch.zeros(3, requires_grad=True)
+        y = linear(x, weight, bias, engine=engine)
+        y.sum().backward()
+        assert y.shape == (0, 3)
+        assert torch.equal(weight.grad, torch.zeros(3, 4))
+        assert torch.equal(bias.grad, torch.zeros(3))
+
+
+def test_infinities_and_nan_come_out_where_they_go_in():
+    torch.manual_seed(0)
+    x = torch.randn(100, 50)
+    x[3, 4], x[7, 1], x[9, 9] = float("inf"), float("nan"), 1e30
+    weight = torch.rand(40, 50) + 0.1
+    want = torch.nn.functional.linear(x, weight)
+    for engine in ("stoker", "openblas"):
+        y = linear(x, weight, engine=engine)
+        assert torch.equal(y.isnan(), want.isnan())
+        assert torch.equal(y.isinf(), want.isinf())
+        finite = want.isfinite()
+        assert torch.allclose(y[finite], want[finite], rtol=1e-4, atol=1e-4)
+
+
+def test_only_wanted_gradients_are_computed():
+    x, frozen = torch.randn(5, 4, requires_grad=True), torch.randn(3, 4)
+    trained = torch.randn(3, 4, requires_grad=True)
+    linear_packed(x, [frozen, trained], engine="stoker").sum().backward()
+    assert frozen.grad is None
+    assert trained.grad is not None
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="weight has shape"):
+        linear(torch.zeros(3, 4), torch.zeros(5, 6))
+    with pytest.raises(ValueError, match="bias has shape"):
+        linear(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(4))
+    with pytest.raises(ValueError, match="x has dtype float64"):
+        linear(torch.zeros(3, 4, dtype=torch.float64), torch.zeros(5, 4))
+    with pytest.raises(ValueError, match="2 weights but 1 biases"):
+        linear_packed(torch.zeros(3, 4), [torch.zeros(5, 4)] * 2, [torch.zeros(5)])
+    with pytest.raises(ValueError, match="engine is 'mkl'; choose one of auto"):
+        linear(torch.zeros(3, 4), torch.zeros(5, 4), engine="mkl")
+
+
+def test_the_dispatcher_accepts_the_operator():
+    x, weight, bias = (
+        torch.randn(5, 8, requires_grad=True),
+        torch.randn(4, 8, requires_grad=True),
+        torch.randn(4, requires_grad=True),
+    )
+    torch.library.opcheck(torch.ops.stoker.linear.default, (x, [weight, weight], [bias, bias], "stoker"))
+
+
+class TestChoice:
+    @pytest.fixture(autouse=True)
+    def own_cache(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
+        monkeypatch.delenv("STOKER_LINEAR_ENGINE", raising=False)
+        engines.forget()
+        yield
+        engines.forget()
+
+    def test_is_measured_once_and_kept_on_disk(self, tmp_path, monkeypatch):
+        first = engines.choose("nt", 300, 256, 256, torch.float32)
+        assert first in products.available_engines()
+        stored = json.loads((tmp_path / "engines.json").read_text())
+        assert [first] == [engine for choices in stored.values() for engine in choices.values()]
+        engines.forget()
+        monkeypatch.setattr(engines, "_fastest", lambda *_: pytest.fail("measured again"))
+        assert engines.choose("nt", 300, 256, 256, torch.float32) == first
+        assert engines.choose("nt", 400, 256, 256, torch.float32) == first  # same class
+
+    def test_measuring_leaves_the_random_numbers_alone(self):
+        torch.manual_seed(5)
+        want = torch.rand(3)
+        torch.manual_seed(5)
+        engines.choose("tn", 256, 256, 300, torch.float32)
+        assert torch.equal(torch.rand(3), want)
+
+    def test_takes_the_fastest_but_a_tie_stays_with_torch(self, monkeypatch):
+        seconds = {"torch": 1.0, "stoker": 0.99, "openblas": 1.5}
+        monkeypatch.setattr(engines, "_trial", lambda *_: seconds.__getitem__)
+        assert engines.choose("nt", 3000, 256, 256, torch.float32) == "torch"
+        seconds["openblas"] = 0.9
+        assert engines.choose("nn", 3000, 256, 256, torch.float32) == "openblas"
+
+    def test_an_environment_variable_or_the_argument_forces_one(self, monkeypatch):
+        monkeypatch.setenv("STOKER_LINEAR_ENGINE", "openblas")
+        assert engines.choose("nt", 3000, 256, 256, torch.float32) == "openblas"
+        assert engines.choose("nt", 3000, 256, 256, torch.float32, "stoker") == "stoker"
+        monkeypatch.setenv("STOKER_LINEAR_ENGINE", "fast")
+        with pytest.raises(ValueError, match="engine is 'fast'"):
+            engines.choose("nt", 3000, 256, 256, torch.float32)
+
+    @pytest.mark.skipif(BF16_UNITS, reason="this CPU multiplies bf16 natively")
+    def test_bf16_never_goes_to_torch_without_bf16_units(self):
+        for kind in ("nt", "nn", "tn"):
+            assert engines.choose(kind, 20, 8, 8, torch.bfloat16) != "torch"
+            assert engines.choose(kind, 300, 256, 256, torch.bfloat16) != "torch"
+
+    def test_an_unwritable_cache_costs_only_the_measurement(self, tmp_path, monkeypatch, caplog):
+        blocked = tmp_path / "file"
+        blocked.write_text("")
+        monkeypatch.setenv("STOKER_CACHE_DIR", str(blocked))
+        with caplog.at_level(logging.DEBUG, "stoker.kernels"):
+            assert engines.choose("nt", 300, 256, 256, torch.float32) in products.available_engines()
+        assert "not kept" in caplog.text
+
+    def test_a_broken_cache_is_measured_anew(self, tmp_path):
+        (tmp_path / "engines.json").write_text('{"x": 3, "' + engines._key() + '": [1, 2]}')
+        assert engines.choose("nt", 300, 256, 256, torch.float32) in products.available_engines()
