@@ -1,0 +1,129 @@
+"""`TrainingArguments`: every argument of transformers', the retired ones with their old meaning, and Stoker's own.
+
+A bf16 run or a run without a GPU uses the CPU without being told; `ddp_timeout` reaches the process group on CPUs too.
+"""
+
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+from stoker.hf.retired import RETIRED, Retired
+
+# No postponed annotations here: HfArgumentParser reads the types of these fields.
+
+__all__ = ["TrainingArguments", "several_processes"]
+
+log = logging.getLogger("stoker")
+
+_TODAY = {one.name for one in dataclasses.fields(transformers.TrainingArguments)}
+
+
+def _retired_field(row: Retired) -> tuple[str, Any, Any]:
+    # A bool without a default of its own would need a value on the command line; these words were given bare.
+    bare = {"nargs": "?", "const": True} if row.type is bool else {}
+    metadata = {"help": f"Retired ({row.meant}): {row.now}.", **bare}
+    return row.name, row.type | None, field(default=None, metadata=metadata)
+
+
+_RetiredWords: Any = dataclasses.make_dataclass(
+    "_RetiredWords", [_retired_field(row) for row in RETIRED if row.name not in _TODAY]
+)
+_BACKENDS = ["nccl", "gloo", "mpi", "ccl", "xccl", "hccl", "cncl", "mccl"]
+
+
+@dataclass
+class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type: ignore[misc]
+    """transformers.TrainingArguments with the retired words, and with what Stoker adds."""
+
+    ddp_backend: str | None = field(
+        default=None, metadata={"help": "How processes talk to each other: gloo, ccl, mpi.", "choices": _BACKENDS}
+    )
+    tokens_per_batch: int | None = field(
+        default=None,
+        metadata={"help": "Form training batches of about this many tokens instead of a fixed number of rows."},
+    )
+    stop_on_nan: bool = field(
+        default=True, metadata={"help": "Stop when the loss is NaN or infinite, and name the examples of that batch."}
+    )
+
+    def __post_init__(self) -> None:
+        said = [self._understand(row) for row in RETIRED if getattr(self, row.name, None) is not None]
+        if not torch.accelerator.is_available():
+            # Without this, transformers refuses bf16, and several processes started by mpirun would not find each other.
+            self.use_cpu = True
+        backend = self._choose_backend(said)
+        if self.use_cpu:
+            self._join(backend)
+            self.ddp_backend = None  # accelerate takes the group that exists, but refuses a name it does not know
+        super().__post_init__()
+        self.ddp_backend = backend
+        # A rank is known from here on; the others need not repeat it.
+        if self.process_index == 0:
+            for line in filter(None, said):
+                _say_once(line)
+
+    def _understand(self, row: Retired) -> str:
+        """Acts on one retired word, and tells what happens now."""
+        value = getattr(self, row.name)
+        if row.name in _TODAY:  # this version of transformers still acts on it
+            return ""
+        if row.renamed is not None:
+            if row.type is not bool or value:
+                setattr(self, row.renamed, value)
+        elif row.name == "group_by_length" and value:
+            self.train_sampling_strategy = "group_by_length"
+        elif row.name == "warmup_ratio" and value and not self.warmup_steps:
+            self.warmup_steps = value
+        elif row.name == "logging_dir":
+            os.environ["TENSORBOARD_LOGGING_DIR"] = os.path.expanduser(value)
+        elif row.name == "use_ipex" and not value:
+            return "use_ipex=False: the model is left as it is"
+        elif row.name == "overwrite_output_dir" and not value:
+            return ""
+        return f"{row.name}: {row.now}"
+
+    def _choose_backend(self, said: list[str]) -> str | None:
+        if self.ddp_backend == "ccl" and not torch.distributed.is_backend_available("ccl"):
+            said.append("ddp_backend=ccl: no ccl backend is installed here, gloo is used")
+            return "gloo"
+        return self.ddp_backend
+
+    def _join(self, backend: str | None) -> None:
+        """Joins the processes before transformers does, which on CPUs would forget `ddp_timeout`."""
+        if torch.distributed.is_initialized() or not several_processes():
+            return
+        from accelerate import PartialState
+        from accelerate.utils import get_cpu_distributed_information
+
+        if backend == "ccl":
+            here = get_cpu_distributed_information()
+            torch.distributed.init_process_group(
+                "ccl", timeout=self.ddp_timeout_delta, rank=here.rank, world_size=here.world_size
+            )
+        PartialState(cpu=True, timeout=self.ddp_timeout_delta)
+
+    @property
+    def optimizes(self) -> bool:
+        """Whether the Trainer applies `stoker.optimize`."""
+        return getattr(self, "use_ipex", None) is not False
+
+
+def several_processes() -> bool:
+    """Whether a launcher started this process as one of several, by the variables that accelerate goes by."""
+    names = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
+    return "LOCAL_RANK" in os.environ or any(int(os.environ.get(name) or 1) > 1 for name in names)
+
+
+_SAID: set[str] = set()
+"""Cache of lines that were said in this process."""
+
+
+def _say_once(line: str) -> None:
+    if line not in _SAID:
+        _SAID.add(line)
+        log.warning("%s", line)

@@ -1,0 +1,122 @@
+"""Batches by number of tokens, or of similar length, in an order that depends on seed and epoch alone.
+
+Such an order can be taken up again in the middle: a resumed run asks for the same epoch and skips what it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["EpochBatches", "lengths_of"]
+
+_POOL = 50  # batches sorted together when similar lengths are asked for; larger pools leave less chance in the order
+
+
+class EpochBatches:
+    """A batch sampler. Give `rows` or `tokens`; `similar` puts rows of like length together.
+
+    With several processes, each gets every `world_size`-th batch, and all get equally many.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | NDArray[np.integer[Any]],
+        *,
+        rows: int | None = None,
+        tokens: int | None = None,
+        similar: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if (rows is None) == (tokens is None):
+            raise ValueError("EpochBatches: give either rows or tokens")
+        self.lengths = np.asarray(lengths, np.int64)
+        if tokens is not None and len(self.lengths) and tokens < int(self.lengths.max()):
+            raise ValueError(
+                f"tokens_per_batch is {tokens}, but one row alone has {int(self.lengths.max())} tokens; "
+                "raise it, or shorten rows by max_seq_length"
+            )
+        self.rows, self.tokens, self.similar, self.shuffle = rows, tokens, similar, shuffle
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.epoch = 0
+        # Cut by tokens, epochs would differ in their number of batches; trainers plan with one, so the first one's counts.
+        first = self._cut(self._order())
+        self._count = -(-len(first) // world_size) * world_size
+        self._made: tuple[int, list[list[int]]] = (0, self._even(first))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self._batches()[self.rank :: self.world_size]
+
+    def __len__(self) -> int:
+        return len(self._batches()) // self.world_size
+
+    def _batches(self) -> list[list[int]]:
+        if self._made[0] != self.epoch:
+            self._made = (self.epoch, self._even(self._cut(self._order())))
+        return self._made[1]
+
+    def _order(self) -> NDArray[np.int64]:
+        random = np.random.default_rng([self.seed, self.epoch])
+        order = random.permutation(len(self.lengths)) if self.shuffle else np.arange(len(self.lengths))
+        if not self.similar:
+            return order
+        if self.rows is not None:
+            pool = self.rows * _POOL
+        else:
+            pool = max(int(_POOL * (self.tokens or 1) / max(self.lengths.mean(), 1)), 1)
+        parts = [order[i : i + pool] for i in range(0, len(order), pool)]
+        parts = [part[np.argsort(-self.lengths[part], kind="stable")] for part in parts]
+        return np.concatenate(parts) if parts else order
+
+    def _cut(self, order: NDArray[np.int64]) -> list[list[int]]:
+        batches: list[list[int]] = []
+        batch: list[int] = []
+        total = 0
+        for index in order.tolist():
+            length = int(self.lengths[index])
+            full = len(batch) == self.rows if self.rows is not None else total + length > (self.tokens or 0)
+            if batch and full:
+                batches.append(batch)
+                batch, total = [], 0
+            batch.append(index)
+            total += length
+        if batch:
+            batches.append(batch)
+        if self.similar and self.shuffle:
+            np.random.default_rng([self.seed, self.epoch, 1]).shuffle(batches)
+        return batches
+
+    def _even(self, batches: list[list[int]]) -> list[list[int]]:
+        """As many batches as the first epoch has, for every process alike: large ones are split, small ones joined."""
+        batches = list(batches)
+        while len(batches) < self._count:
+            largest = max(range(len(batches)), key=lambda i: len(batches[i]))
+            batch = batches[largest]
+            if len(batch) < 2:
+                batches.append(batches[0])  # fewer rows than processes: one is seen twice
+                continue
+            batches[largest : largest + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
+        while len(batches) > self._count:
+            sizes = [int(self.lengths[batch].sum()) for batch in batches]
+            smallest = min(range(len(batches) - 1), key=lambda i: sizes[i] + sizes[i + 1])
+            batches[smallest : smallest + 2] = [batches[smallest] + batches[smallest + 1]]
+        return batches
+
+
+def lengths_of(dataset: Any, column: str = "length") -> NDArray[np.int64]:
+    """The number of tokens of each row of a data set, by its own account if it gives one."""
+    known = getattr(dataset, "lengths", None)
+    if known is not None:
+        return np.asarray(known, np.int64)
+    if column in (getattr(dataset, "column_names", None) or ()):
+        return np.asarray(dataset[column], np.int64)
+    return np.fromiter((len(dataset[i]["input_ids"]) for i in range(len(dataset))), np.int64, len(dataset))

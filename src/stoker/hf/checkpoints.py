@@ -1,0 +1,200 @@
+"""Checkpoint folders that are whole or not there: written beside, made durable, then renamed into place.
+
+The layout is transformers' own (checkpoint-<step>). Folders under construction or being deleted have names that neither
+transformers nor a person takes for a checkpoint, so a kill at any byte leaves the last good one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+__all__ = [
+    "all_checkpoints",
+    "disk_is_full",
+    "last_good",
+    "publish",
+    "put_in_place",
+    "rotate",
+    "staging",
+    "tidy",
+    "why_unusable",
+]
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+_PARTIAL, _REPLACED, _DOOMED = ".partial", ".replaced", ".deleting"
+_ASIDE = re.compile(r"\.(checkpoint-\d+)(\.partial|\.replaced|\.deleting)")
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.bin",
+)
+
+log = logging.getLogger("stoker")
+
+
+def staging(folder: Path, step: int) -> Path:
+    """Where checkpoint-<step> of `folder` is written before it counts."""
+    return folder / f".checkpoint-{step}{_PARTIAL}"
+
+
+def publish(written: Path, target: Path) -> None:
+    """Makes the folder `written` durable and puts it at `target`; at no moment is a half-written folder there."""
+    make_durable(written)
+    aside = target.parent / f".{target.name}{_REPLACED}"
+    if target.exists():
+        # A folder cannot be renamed over a full one. Killed between the two renames, `tidy` gives the old one back.
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(target, aside)
+    os.rename(written, target)
+    _sync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def make_durable(folder: Path) -> None:
+    """Waits until everything below `folder` is on the disk: a rename may otherwise outlive what it renamed."""
+    for where, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(where) / name)
+        _sync(Path(where))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # some network file systems cannot
+            raise
+    finally:
+        os.close(handle)
+
+
+def put_in_place(folder: Path, write: Callable[[Path], None]) -> None:
+    """Lets `write` fill a folder beside, then moves its files over those of `folder` one by one, each by a rename."""
+    beside = folder / ".model.partial"
+    shutil.rmtree(beside, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        write(beside)
+        make_durable(beside)
+        for path in sorted(beside.rglob("*")):
+            target = folder / path.relative_to(beside)
+            if path.is_dir():
+                target.mkdir(exist_ok=True)
+            else:
+                os.replace(path, target)
+        _sync(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def tidy(folder: Path) -> None:
+    """Clears away what a killed run left unfinished, and gives back what it was about to replace."""
+    if not folder.is_dir():
+        return
+    shutil.rmtree(folder / ".model.partial", ignore_errors=True)
+    for path in list(folder.iterdir()):
+        match = _ASIDE.fullmatch(path.name)
+        if not match or not path.is_dir():
+            continue
+        target = folder / match[1]
+        if match[2] == _REPLACED and not target.exists():
+            os.rename(path, target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def all_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders, the fewest steps first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def why_unusable(checkpoint: Path) -> str | None:
+    """What a folder lacks to be resumed from; None if nothing. Ours are whole by construction, others may not be."""
+    if not checkpoint.is_dir():
+        return "it is not there"
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        if not isinstance(state.get("global_step"), int):
+            return "its trainer_state.json names no step"
+    except FileNotFoundError:
+        return "it has no trainer_state.json"
+    except (OSError, ValueError) as error:
+        return f"its trainer_state.json cannot be read ({error})"
+    if not any((checkpoint / name).is_file() for name in _WEIGHTS):
+        return "it has no weights"
+    if not (checkpoint / "optimizer.pt").is_file() or not (checkpoint / "scheduler.pt").is_file():
+        return "it has no optimizer state (was it saved with save_only_model?)"
+    return None
+
+
+def last_good(folder: Path) -> Path | None:
+    """The newest checkpoint that can be resumed from; those that cannot are named."""
+    for checkpoint in reversed(all_checkpoints(folder)):
+        reason = why_unusable(checkpoint)
+        if reason is None:
+            return checkpoint
+        log.warning("%s cannot be resumed from: %s", checkpoint, reason)
+    return None
+
+
+def rotate(folder: Path, limit: int | None, keep: Iterable[Path]) -> None:
+    """Deletes the oldest checkpoints beyond `limit`, never one of `keep`."""
+    if limit is None or limit <= 0:
+        return
+    kept = {path.resolve() for path in keep}
+    # By time, not by step: in a folder that was used before, the old run's last step may be larger than ours.
+    found = sorted(all_checkpoints(folder), key=lambda path: (path.stat().st_mtime_ns, step_of(path)))
+    excess = len(found) - max(limit, len(kept))
+    for checkpoint in found:
+        if excess <= 0:
+            return
+        if checkpoint.resolve() not in kept:
+            remove(checkpoint)
+            excess -= 1
+
+
+def remove(checkpoint: Path) -> None:
+    """Deletes a checkpoint; renamed first, so that a kill halfway leaves no folder that looks whole."""
+    doomed = checkpoint.parent / f".{checkpoint.name}{_DOOMED}"
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(checkpoint, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def disk_is_full(error: BaseException, folder: Path) -> bool:
+    """Whether `error` comes from a full disk; the libraries below report it in their own ways."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "No space left on device" in str(seen) or "Disk quota exceeded" in str(seen):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    # torch's file writer only says that it failed
+    return "file writer" in str(error).lower() or ("PytorchStreamWriter" in str(error) and _free(folder) < 1 << 20)
+
+
+def _free(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0

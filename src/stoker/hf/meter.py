@@ -1,0 +1,119 @@
+"""What training costs and yields: tokens per second, padding that was not computed, share of the machine's peak, time by phase.
+
+Arithmetic is counted as the products that the mathematics needs, for real tokens only, so a share of the peak cannot be
+raised by computing padding.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from stoker.machine import this_machine
+from stoker.machine.rates import known
+
+__all__ = ["Meter", "Work", "training_flops"]
+
+PHASES = ("data", "forward", "backward", "optimizer", "rest")
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much arithmetic a model does in training, forward and backward."""
+
+    per_token: float
+    """Products with weights: two operations per weight forward, four backward."""
+    per_pair: float
+    """Attention, per pair of tokens of one sequence."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Work:
+        weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+        config = getattr(model, "config", None)
+        layers = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", 0)
+        width = getattr(config, "hidden_size", None) or getattr(config, "dim", 0)
+        # Scores and weighted sum take 2 x 2 x width per pair forward, twice that backward.
+        return cls(6.0 * weights, 12.0 * layers * width)
+
+
+def training_flops(work: Work, lengths: torch.Tensor) -> float:
+    return work.per_token * float(lengths.sum()) + work.per_pair * float((lengths.double() ** 2).sum())
+
+
+@dataclass
+class Meter:
+    """Counts since the last `take`, and in all."""
+
+    work: Work
+    peak: float | None
+    """Operations per second that the machine was measured to reach; None if it was not measured."""
+    padded_length: int | None = None
+    """Length to which stock would pad every row; None: the longest of the batch."""
+    tokens: int = 0
+    padded: int = 0
+    rows: int = 0
+    flops: float = 0.0
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    total_tokens: int = 0
+    total_padded: int = 0
+    _since: float = field(default_factory=time.perf_counter)
+    _paused: float = 0.0
+
+    @classmethod
+    def of(cls, model: nn.Module, *, bf16: bool) -> Meter:
+        rates = known(this_machine())
+        peak = None
+        if rates is not None:
+            # Without bf16 units bf16 is computed as fp32, so the faster of the two is what could be reached.
+            peak = 1e9 * (max(rates.bf16_all, rates.fp32_all) if bf16 else rates.fp32_all)
+            # Measured with all cores; a process that was given fewer is measured by its share.
+            peak *= min(1.0, torch.get_num_threads() / rates.threads)
+        return cls(Work.of(model), peak)
+
+    def batch(self, inputs: dict[str, Any]) -> None:
+        """Counts a batch that is about to be computed."""
+        ids = inputs.get("input_ids")
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+            return
+        mask = inputs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+            lengths = mask.sum(1)
+        else:
+            lengths = torch.full((ids.shape[0],), ids.shape[1])
+        self.rows += ids.shape[0]
+        self.tokens += int(lengths.sum())
+        self.padded += ids.shape[0] * (self.padded_length or ids.shape[1])
+        self.flops += training_flops(self.work, lengths)
+
+    def pause(self, seconds: float) -> None:
+        """Time that was not training: evaluation, writing of checkpoints."""
+        self._paused += seconds
+
+    def take(self) -> dict[str, float]:
+        """The figures since the last call, for the log."""
+        now = time.perf_counter()
+        seconds = max(now - self._since - self._paused, 1e-9)
+        figures: dict[str, float] = {}
+        if self.tokens:
+            figures = {
+                "tokens_per_second": round(self.tokens / seconds, 1),
+                "samples_per_second": round(self.rows / seconds, 2),
+                "padding_avoided": round(1.0 - self.tokens / max(self.padded, 1), 4),
+            }
+            if self.peak and math.isfinite(self.peak):
+                figures["share_of_peak"] = round(self.flops / seconds / self.peak, 4)
+            known_phases = sum(value for name, value in self.phases.items() if name != "rest")
+            self.phases["rest"] = max(seconds - known_phases, 0.0)
+        self.total_tokens += self.tokens
+        self.total_padded += self.padded
+        self.last_phases = dict(self.phases)
+        self.phases = dict.fromkeys(PHASES, 0.0)
+        self.tokens = self.padded = self.rows = 0
+        self.flops = self._paused = 0.0
+        self._since = now
+        return figures

@@ -1,0 +1,156 @@
+"""Writes the log of a run (stoker.report.log) as a Trainer goes along: what it is, what it does, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import transformers
+
+from stoker import __version__
+from stoker.hf.batches import lengths_of
+from stoker.machine import this_machine
+from stoker.machine.rates import known
+from stoker.report.log import RunLog
+
+if TYPE_CHECKING:
+    from stoker.hf.trainer import Trainer
+
+__all__ = ["Recorder"]
+
+_LENGTHS_READ = (
+    20_000  # rows of a data set that does not know its lengths; more would cost more than a histogram is worth
+)
+
+
+class Recorder:
+    """The log of one Trainer; only rank 0 writes."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.log = RunLog(trainer.args.output_dir)
+        self.task: dict[str, Any] = {}
+        """What the task knows of itself: name, model, command; part of the start entry."""
+
+    @property
+    def _on(self) -> bool:
+        return bool(self.trainer.args.should_save)
+
+    def begin(self, checkpoint: Path | None) -> None:
+        if not self._on:
+            return
+        if checkpoint is None:
+            self.log.start_over()
+        self.log.write(
+            "start",
+            resumed_at=int(checkpoint.name.rpartition("-")[2]) if checkpoint else None,
+            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            versions={
+                "stoker": __version__,
+                "torch": str(torch.__version__),
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+            machine=_machine_facts(),
+            arguments=_arguments(self.trainer.args),
+            **self.task,
+        )
+
+    def train_begins(self) -> None:
+        """Once the model is optimised and the number of steps known."""
+        if not self._on:
+            return
+        trainer = self.trainer
+        model = trainer.model
+        self.log.write(
+            "model",
+            name=getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__,
+            type=type(model).__name__,
+            parameters=sum(p.numel() for p in model.parameters()),
+            steps=trainer.state.max_steps,
+            peak=trainer._meter.peak if trainer._meter else None,
+        )
+        if trainer._optimized is not None:
+            from stoker.model import report
+
+            done = report(model)
+            self.log.write(
+                "applied",
+                parts=[list(part) for part in done.applied],
+                left_alone=[list(one) for one in done.left_alone],
+                settings={"precision": done.precision, "memory": done.memory, "optimizer": done.optimizer},
+            )
+        self._lengths()
+
+    def _lengths(self) -> None:
+        dataset = self.trainer.train_dataset
+        if dataset is None or not hasattr(dataset, "__len__"):
+            return
+        if not hasattr(dataset, "lengths") and len(dataset) > _LENGTHS_READ:
+            return
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            lengths = lengths_of(dataset)
+            width = max(int(np.ceil(lengths.max() / 48)), 1)
+            counts, edges = np.histogram(lengths, bins=np.arange(0, lengths.max() + width + 1, width))
+            self.log.write(
+                "lengths",
+                counts=counts.tolist(),
+                edges=edges.tolist(),
+                mean=float(lengths.mean()),
+                longest=int(lengths.max()),
+                rows=len(lengths),
+                padded_to=self.trainer.padded_length,
+            )
+
+    def logged(self, logs: dict[str, Any]) -> None:
+        if not self._on:
+            return
+        step = self.trainer.state.global_step
+        if "loss" in logs:
+            meter = self.trainer._meter
+            phases = getattr(meter, "last_phases", None)
+            self.log.write("step", step=step, phases=phases, **{k: v for k, v in logs.items() if k != "step"})
+        elif any(name.startswith("eval_") for name in logs):
+            self.log.write("evaluation", step=step, **{k: v for k, v in logs.items() if k != "step"})
+        elif "train_runtime" in logs:
+            self.log.write("trained", step=step, **{k: v for k, v in logs.items() if k != "step"})
+
+    def write(self, kind: str, **values: Any) -> None:
+        """An entry of the task's own."""
+        if self._on:
+            self.log.write(kind, **values)
+
+    def end(self, reason: str) -> None:
+        if self._on:
+            self.log.write("end", reason=reason, step=self.trainer.state.global_step)
+
+
+def _machine_facts() -> dict[str, Any]:
+    machine = this_machine()
+    rates = known(machine)
+    return {
+        "cpu": machine.model.name,
+        "cores": len(machine.usable_cores),
+        "threads": torch.get_num_threads(),
+        "memory": machine.usable_memory,
+        "gflops": rates.fp32_all if rates else None,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def _arguments(args: Any) -> dict[str, Any]:
+    """What was set to something else than its default; tokens are never written."""
+    import dataclasses
+
+    told = {}
+    for one in dataclasses.fields(args):
+        value = getattr(args, one.name, None)
+        if value != one.default and not one.name.endswith("_token") and one.default_factory is dataclasses.MISSING:
+            told[one.name] = getattr(value, "value", value)
+    return told

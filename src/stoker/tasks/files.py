@@ -1,0 +1,177 @@
+"""Rows of JSON, JSON lines, CSV, TSV and Parquet files, gzipped or not, each with the place it came from.
+
+Whatever is wrong with a single row goes to `Faults`; a file that cannot be read at all is a UserError. What the columns
+mean is left to the tasks.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import UserError
+from stoker.tasks.faults import Faults
+
+__all__ = ["KINDS", "Row", "kind_of", "read_json", "read_rows"]
+
+KINDS = ("json", "jsonl", "csv", "tsv", "parquet")
+_SUFFIXES = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    values: dict[str, Any]
+    where: str
+
+
+def kind_of(path: Path) -> str:
+    """The format of a file by its name; UserError if the name does not tell."""
+    name = path.name.lower().removesuffix(".gz")
+    kind = _SUFFIXES.get(Path(name).suffix)
+    if kind is None:
+        raise UserError(f"{path} is of no known kind; its name should end in {', '.join(_SUFFIXES)}, or that and .gz")
+    return kind
+
+
+def read_rows(path: Path, faults: Faults) -> Iterator[Row]:
+    """The rows of a table. JSON may be a list of rows, {"data": [rows]} or one row per line."""
+    kind = kind_of(path)
+    if kind == "parquet":
+        yield from _parquet_rows(path)
+    elif kind in {"csv", "tsv"}:
+        yield from _delimited_rows(path, "\t" if kind == "tsv" else ",", faults)
+    elif kind == "jsonl":
+        yield from _line_rows(path, faults)
+    else:
+        content = read_json(path, lines_allowed=True)
+        if content is None:
+            yield from _line_rows(path, faults)
+            return
+        rows = content.get("data") if isinstance(content, dict) else content
+        if not isinstance(rows, list):
+            raise UserError(f'{path} holds neither a list of rows nor {{"data": [rows]}}')
+        yield from _listed_rows(path, rows, faults)
+
+
+def read_json(path: Path, *, lines_allowed: bool = False) -> Any:
+    """The content of a JSON file. With `lines_allowed`, None for a file that holds one JSON object per line."""
+    raw = _read_bytes(path)
+    try:
+        return json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: byte {error.start:,} is 0x{raw[error.start]:02x}; convert it") from None
+    except json.JSONDecodeError as error:
+        if lines_allowed and error.msg == "Extra data" and error.pos and _is_object(raw.lstrip().split(b"\n", 1)[0]):
+            return None
+        raise UserError(f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+        return gzip.decompress(raw) if path.suffix.lower() == ".gz" else raw
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; name a file in it") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is not a whole gzip file: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _listed_rows(path: Path, rows: list[Any], faults: Faults) -> Iterator[Row]:
+    for number, values in enumerate(rows, 1):
+        where = f"{path}, row {number}"
+        if isinstance(values, dict):
+            yield Row(values, where)
+        else:
+            faults.add(where, f"is a {type(values).__name__}, not a row of named columns")
+
+
+def _line_rows(path: Path, faults: Faults) -> Iterator[Row]:
+    for number, line in enumerate(_read_bytes(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            values = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            faults.add(where, f"is not UTF-8 (byte 0x{line[error.start]:02x} at {error.start})")
+            continue
+        except json.JSONDecodeError as error:
+            faults.add(where, f"is not JSON: {error.msg} at column {error.colno}")
+            continue
+        if isinstance(values, dict):
+            yield Row(values, where)
+        else:
+            faults.add(where, f"is a {type(values).__name__}, not an object")
+
+
+def _delimited_rows(path: Path, delimiter: str, faults: Faults) -> Iterator[Row]:
+    # Bytes that are not UTF-8 become lone surrogates, so that only the rows they stand in are lost.
+    text = _read_bytes(path).decode("utf-8-sig", errors="surrogateescape")
+    # GLUE's TSV files hold unpaired quotation marks as plain text; CSV quotes by its rules.
+    csv.field_size_limit(1 << 30)
+    lines = io.StringIO(text, newline="")
+    if delimiter == "\t":
+        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE)
+    else:
+        reader = csv.reader(lines, delimiter=delimiter)
+    header = next(reader, None)
+    if not header:
+        raise UserError(f"{path} is empty; its first line should name the columns")
+    while True:
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            faults.add(f"{path}, line {reader.line_num}", str(error))
+            continue
+        if fields is None:
+            return
+        where = f"{path}, line {reader.line_num}"
+        if not fields:
+            continue
+        if len(fields) != len(header):
+            faults.add(where, f"has {len(fields)} columns where the first line names {len(header)}")
+        elif any("\udc80" <= letter <= "\udcff" for value in fields for letter in value):
+            faults.add(where, "is not UTF-8")
+        else:
+            yield Row(dict(zip(header, fields, strict=True)), where)
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow.parquet as parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError:
+        raise UserError(f"{path} is Parquet, which needs pyarrow: pip install 'stoker[parquet]'") from None
+    try:
+        table = parquet.ParquetFile(path)
+        number = 0
+        for batch in table.iter_batches():
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(values, f"{path}, row {number}")
+    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+        raise UserError(f"{path} cannot be read as Parquet: {error}") from None

@@ -1,0 +1,138 @@
+"""Texts as flat arrays of token ids, each text tokenized once however often it is used, and joined to model inputs later.
+
+SQuAD asks five questions per paragraph; tokenizing (question, paragraph) pairs would do the paragraph five times. The
+special tokens between the parts are read off the tokenizer itself, and checked against it (`Template.read`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import UserError
+
+__all__ = ["Ragged", "Template", "distinct", "fast_backend", "tokenize"]
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different length, one after the other."""
+
+    values: Ints
+    """(total,) or (total, 2)"""
+    ends: NDArray[np.int64]
+    """(rows + 1,) where each row begins, and the end."""
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, row: int) -> Ints:
+        return self.values[self.ends[row] : self.ends[row + 1]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.ends)
+
+
+def distinct(texts: Sequence[str]) -> tuple[list[str], Ints]:
+    """The different texts in order of appearance, and for each of `texts` its number among them."""
+    numbers: dict[str, int] = {}
+    index = np.fromiter((numbers.setdefault(text, len(numbers)) for text in texts), np.int32, len(texts))
+    return list(numbers), index
+
+
+def fast_backend(tokenizer: Any) -> Any:
+    """The Rust tokenizer inside; UserError for a model that has only a slow one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(
+            f"the tokenizer {type(tokenizer).__name__} has no fast form, which training needs to find answers in texts; "
+            "choose a model with a tokenizer.json"
+        )
+    return backend
+
+
+def tokenize(tokenizer: Any, texts: Sequence[str], *, offsets: bool, batch: int = 2048) -> tuple[Ragged, Ragged | None]:
+    """Token ids of each text without special tokens, and where each token stands in it (begin, end) if asked."""
+    backend = fast_backend(tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+    ids: list[Ints] = []
+    spans: list[Ints] = []
+    for begin in range(0, len(texts), batch):
+        part = list(texts[begin : begin + batch])
+        # Special tokens are asked for and taken out again: only then has the post-processor trimmed the offsets.
+        encode = backend.encode_batch if offsets else backend.encode_batch_fast
+        for encoding in encode(part, add_special_tokens=True):
+            keep = np.array(encoding.special_tokens_mask, np.int8) == 0
+            ids.append(np.array(encoding.ids, np.int32)[keep])
+            if offsets:
+                spans.append(np.array(encoding.offsets, np.int32).reshape(-1, 2)[keep])
+    ends = np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64)
+    flat = np.concatenate(ids) if ids else np.empty(0, np.int32)
+    if not offsets:
+        return Ragged(flat, ends), None
+    return Ragged(flat, ends), Ragged(np.concatenate(spans) if spans else np.empty((0, 2), np.int32), ends)
+
+
+@dataclass(frozen=True)
+class Template:
+    """How a tokenizer joins one or two texts: special tokens before, between and after, and the type of each part."""
+
+    parts: tuple[tuple[int, ...], ...]
+    """Special ids before the first text, (between the texts,) after the last."""
+    special_types: tuple[tuple[int, ...], ...]
+    text_types: tuple[int, ...]
+    cls_id: int | None
+    typed: bool
+    """The model takes token_type_ids."""
+
+    @classmethod
+    def read(cls, tokenizer: Any, texts: int) -> Template:
+        """Reads the template off an encoded sample of one or two texts."""
+        backend = fast_backend(tokenizer)
+        backend.no_truncation()
+        backend.no_padding()
+        sample = ("one", "two")[:texts]
+        encoding = backend.encode(*sample, add_special_tokens=True)
+        special = encoding.special_tokens_mask
+        # Texts begin and end at the tokens that are not special; two texts are told apart by sequence_ids.
+        bounds: list[tuple[int, int]] = []
+        for number in range(texts):
+            at = [i for i, owner in enumerate(encoding.sequence_ids) if owner == number and not special[i]]
+            bounds.append((at[0], at[-1] + 1))
+        edges = [0, *(edge for bound in bounds for edge in bound), len(special)]
+        gaps = [slice(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
+        return cls(
+            parts=tuple(tuple(encoding.ids[gap]) for gap in gaps),
+            special_types=tuple(tuple(encoding.type_ids[gap]) for gap in gaps),
+            text_types=tuple(encoding.type_ids[begin] for begin, _ in bounds),
+            cls_id=tokenizer.cls_token_id,
+            typed="token_type_ids" in tokenizer.model_input_names,
+        )
+
+    @property
+    def specials(self) -> int:
+        return sum(map(len, self.parts))
+
+    def join(self, *texts: Ints) -> tuple[Ints, Ints]:
+        """Input ids and token types of one row."""
+        ids: list[Any] = [self.parts[0]]
+        types: list[Any] = [self.special_types[0]]
+        for number, text in enumerate(texts):
+            ids += [text, self.parts[number + 1]]
+            types += [np.full(len(text), self.text_types[number], np.int32), self.special_types[number + 1]]
+        return (
+            np.concatenate([np.asarray(part, np.int32) for part in ids]),
+            np.concatenate([np.asarray(part, np.int32) for part in types]),
+        )
+
+    def text_begin(self, number: int, *texts: int) -> int:
+        """Position of text `number` in a row whose texts have these lengths."""
+        return sum(len(part) for part in self.parts[: number + 1]) + sum(texts[:number])
