@@ -1,0 +1,114 @@
+"""Measures several sides of a comparison in one run: each side in a process of its own, steps taken in turn.
+
+A process of its own because allocator settings and thread pools are process-wide; in turn because a shared machine runs at
+half speed a minute later, and then all sides must suffer alike. A side is a function that builds its state and returns a
+function of the step number; only one process computes at any time, the others wait at a pipe.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["Measured", "measure"]
+
+Step = Callable[[int], None]
+
+
+@dataclass
+class Measured:
+    """What one side took."""
+
+    seconds: list[float] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
+    """Minor page faults of each step."""
+    peak_bytes: int = 0
+    """Largest resident size of the process, libraries included."""
+    note: str = ""
+    """Why the side has no figures, if it has none."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds) if self.seconds else float("nan")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "median_seconds": self.median,
+            "seconds": self.seconds,
+            "faults_per_step": statistics.median(self.faults) if self.faults else None,
+            "peak_bytes": self.peak_bytes,
+            "note": self.note,
+        }
+
+
+def measure(
+    sides: dict[str, Callable[[], Step]], steps: int, warm_up: int = 2, say: Callable[[str], None] = print
+) -> dict[str, Measured]:
+    """Runs `steps` timed steps of every side, in turn; step n of every side sees the same n."""
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    processes = []
+    results = {name: Measured() for name in sides}
+    for name, build in sides.items():
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(build, there), daemon=True)
+        process.start()
+        there.close()
+        pipes[name] = here
+        processes.append(process)
+        answer = _ask(here, warm_up)  # built and warmed up before the next side starts
+        if isinstance(answer, str):
+            results[name].note = answer
+            del pipes[name]
+            say(f"  {name}: left out: {answer}")
+    for number in range(warm_up, warm_up + steps):
+        for name, pipe in pipes.items():
+            answer = _ask(pipe, number)
+            if isinstance(answer, str):
+                raise RuntimeError(f"{name}: {answer}")
+            seconds, faults, peak = answer
+            results[name].seconds.append(seconds)
+            results[name].faults.append(faults)
+            results[name].peak_bytes = peak
+        say(
+            f"  step {number - warm_up + 1}/{steps}: " + ", ".join(f"{n} {results[n].seconds[-1]:.3f} s" for n in pipes)
+        )
+    for pipe in pipes.values():
+        pipe.send(None)
+    for process in processes:
+        process.join(10)
+    return results
+
+
+def _ask(pipe: Connection, number: int) -> Any:
+    pipe.send(number)
+    try:
+        return pipe.recv()
+    except EOFError:
+        return "its process died (out of memory?)"
+
+
+def _serve(build: Callable[[], Step], pipe: Connection) -> None:
+    try:
+        warm_up = pipe.recv()
+        step = build()
+        for number in range(warm_up):
+            step(number)
+        pipe.send(True)
+        while (number := pipe.recv()) is not None:
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            begin = time.perf_counter()
+            step(number)
+            seconds = time.perf_counter() - begin
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            pipe.send((seconds, usage.ru_minflt - faults, usage.ru_maxrss * 1024))
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send(f"{type(error).__name__}: {error}")

@@ -1,0 +1,246 @@
+"""One training step: stock transformers against Stoker, and against the time of the step's matrix products alone.
+
+    python benchmarks/train_step.py                                  every case, about half an hour on two cores
+    python benchmarks/train_step.py --case bert-qa --steps 7         one of them
+    python benchmarks/train_step.py --case minilm-qa --ablate        each part of optimize switched off in turn
+
+The stock side is the step of HF's Trainer as run_qa.py starts it: forward, backward, clipping at 1.0, fused AdamW, padded to
+max_seq_length for QA and to the longest of the batch for MRPC. All sides see the same token counts (benchmarks/lengths.py) and
+take their steps in turn, each in a process of its own (benchmarks/sides.py). Prints a table, writes JSON and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lengths import MRPC, SQUAD
+from sides import Measured, Step, measure
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a stream of batches."""
+
+    title: str
+    hidden: int
+    layers: int
+    task: str
+    lengths: tuple[tuple[int, ...], ...]
+    pad_to: int | None
+    """What stock pads to; None: the longest of the batch."""
+
+
+CASES = {
+    "bert-qa": Case("BERT-base, SQuAD, batch 12, max 384", 768, 12, "qa", SQUAD, 384),
+    "minilm-qa": Case("MiniLM-L6, SQuAD, batch 12, max 384", 384, 6, "qa", SQUAD, 384),
+    "bert-mrpc": Case("BERT-base, MRPC, batch 16", 768, 12, "classify", MRPC, None),
+    "minilm-mrpc": Case("MiniLM-L6, MRPC, batch 16", 384, 6, "classify", MRPC, None),
+}
+HEADS, VOCABULARY = 12, 30522
+
+
+def build_model(case: Case) -> Any:
+    import torch
+    from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=case.hidden,
+        num_hidden_layers=case.layers,
+        num_attention_heads=HEADS,
+        intermediate_size=4 * case.hidden,
+        num_labels=2,
+    )
+    kind = BertForQuestionAnswering if case.task == "qa" else BertForSequenceClassification
+    return kind(config).train()
+
+
+def batch(case: Case, number: int, pad_to: int | None) -> dict[str, Any]:
+    """Random tokens of real lengths."""
+    import torch
+
+    lengths = case.lengths[number % len(case.lengths)]
+    width = pad_to or max(lengths)
+    generator = torch.Generator().manual_seed(number)
+    mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    ids = torch.randint(1000, VOCABULARY, (len(lengths), width), generator=generator) * mask
+    inputs = {"input_ids": ids, "attention_mask": mask.long(), "token_type_ids": torch.zeros_like(ids)}
+    if case.task == "qa":
+        spots = torch.tensor([length // 2 for length in lengths])
+        return {**inputs, "start_positions": spots, "end_positions": spots}
+    return {**inputs, "labels": torch.arange(len(lengths)) % 2}
+
+
+def training(case: Case, pad_to: int | None, prepare: Callable[[Any, Any], Any], autocast: bool = False) -> Step:
+    """The Trainer's step on a model that `prepare` may change."""
+    import torch
+
+    model = build_model(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, fused=True)
+    model = prepare(model, optimizer)
+
+    def step(number: int) -> None:
+        inputs = batch(case, number, pad_to)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(**inputs).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        model.zero_grad()
+
+    return step
+
+
+def stock(name: str, dynamic: bool = False, autocast: bool = False) -> Step:
+    case = CASES[name]
+    return training(case, None if dynamic else case.pad_to, lambda model, _: model, autocast)
+
+
+def compiled(name: str) -> Step:
+    import torch
+
+    return training(CASES[name], CASES[name].pad_to, lambda model, _: torch.compile(model))
+
+
+def stoker(name: str, dtype: str = "float32", **switches: Any) -> Step:
+    import torch
+
+    import stoker
+
+    def prepare(model: Any, optimizer: Any) -> Any:
+        return stoker.optimize(model, optimizer, dtype=getattr(torch, dtype), **switches)[0]
+
+    # Stoker's own collator would not pad to the maximum, but stock's does, and it must not matter.
+    return training(CASES[name], CASES[name].pad_to, prepare)
+
+
+def products_alone(name: str) -> Step:
+    """The matrix products no exact training step can do without, on real tokens only, each by the fastest engine here."""
+    import torch
+
+    import stoker.kernels.linear as layers
+    from stoker.model import memory
+
+    memory.keep_mapped()
+    case = CASES[name]
+    width, size = case.hidden, case.hidden // HEADS
+    weights = [
+        torch.randn(out, inp)
+        for out, inp in ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
+    ]
+
+    def step(number: int) -> None:
+        lengths = case.lengths[number % len(case.lengths)]
+        for _ in range(case.layers):
+            for weight in weights:
+                x, dy = (torch.empty(sum(lengths), n) for n in (weight.shape[1], weight.shape[0]))
+                layers._linear(x, [weight], [], "")
+                layers._input_gradient(dy, [weight], "")
+                layers._weight_gradient(dy, x, torch.float32, "")
+            for length in lengths:  # scores and context, and the two products of each one's gradient
+                tall, wide = torch.empty(HEADS, length, size), torch.empty(HEADS, length, length)
+                for _ in range(3):
+                    torch.bmm(tall, tall.transpose(1, 2))
+                    torch.bmm(wide, tall)
+
+    return step
+
+
+def sides_of(name: str, chosen: list[str] | None, ablate: bool) -> dict[str, Callable[[], Step]]:
+    part = functools.partial
+    if ablate:
+        return {
+            "stoker": part(stoker, name),
+            "without unpad": part(stoker, name, unpad=False),
+            "without fuse": part(stoker, name, fuse=False),
+            "without memory": part(stoker, name, memory=False),
+            "stock": part(stock, name),
+        }
+    everything: dict[str, Callable[[], Step]] = {"stock": part(stock, name)}
+    if CASES[name].pad_to:
+        everything["stock, dynamic padding"] = part(stock, name, dynamic=True)
+        everything["stock, torch.compile"] = part(compiled, name)
+    everything["stoker"] = part(stoker, name)
+    everything["stoker bf16"] = part(stoker, name, dtype="bfloat16")
+    everything["products alone"] = part(products_alone, name)
+    return {side: build for side, build in everything.items() if chosen is None or side in chosen}
+
+
+def table(name: str, results: dict[str, Measured]) -> str:
+    base = results.get("stock") or next(iter(results.values()))
+    lines = [f"{CASES[name].title}", f"{'side':24}{'step':>10}{'faster':>9}{'memory':>10}{'faults':>10}"]
+    for side, measured in results.items():
+        figures = measured.to_dict()
+        if measured.note:
+            lines.append(f"{side:24}{'-':>10}   {measured.note}")
+            continue
+        lines.append(
+            f"{side:24}{measured.median:9.3f}s{base.median / measured.median:8.2f}x"
+            f"{measured.peak_bytes / base.peak_bytes:9.2f}x{figures['faults_per_step']:10.0f}"
+        )
+    if "stoker" in results and "products alone" in results:
+        share = results["products alone"].median / results["stoker"].median
+        lines.append(f"stoker is at {share:.2f} of the limit set by the products alone")
+    return "\n".join(lines)
+
+
+def plot(everything: dict[str, dict[str, Measured]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.family": "sans-serif", "svg.hashsalt": "stoker", "svg.fonttype": "none"})
+    figure, axes = plt.subplots(len(everything), 1, figsize=(8, 1.2 + 1.9 * len(everything)), squeeze=False)
+    colours = {"stoker": "#d9480f", "stoker bf16": "#f08c00", "products alone": "#adb5bd"}
+    for axis, (name, results) in zip(axes[:, 0], everything.items(), strict=True):
+        shown = {side: measured for side, measured in results.items() if measured.seconds}
+        base = shown["stock"].median if "stock" in shown else 1.0
+        bars = axis.barh(
+            list(shown), [m.median for m in shown.values()], color=[colours.get(side, "#495057") for side in shown]
+        )
+        axis.bar_label(
+            bars, [f"{m.median:.2f} s  {base / m.median:.1f}x" for m in shown.values()], padding=4, fontsize=8
+        )
+        axis.set_title(CASES[name].title, loc="left", fontsize=10)
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+        axis.set_xlim(0, max(m.median for m in shown.values()) * 1.2)
+    axes[-1, 0].set_xlabel("seconds per training step (median); shorter is better", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", action="append", choices=list(CASES), help="default: all of them")
+    parser.add_argument("--side", action="append", help="only these sides")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--ablate", action="store_true", help="switch off one part of optimize at a time")
+    parser.add_argument("--out", type=Path, help="folder for train_step.json and train_step.svg")
+    arguments = parser.parse_args()
+    everything = {}
+    for name in arguments.case or list(CASES):
+        print(CASES[name].title, flush=True)
+        everything[name] = measure(
+            sides_of(name, arguments.side, arguments.ablate), arguments.steps, say=lambda line: print(line, flush=True)
+        )
+        print(table(name, everything[name]) + "\n", flush=True)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        figures = {name: {side: m.to_dict() for side, m in results.items()} for name, results in everything.items()}
+        (arguments.out / "train_step.json").write_text(json.dumps({"cpus": os.cpu_count(), "cases": figures}, indent=1))
+        plot(everything, arguments.out / "train_step.svg")
+
+
+if __name__ == "__main__":
+    main()
