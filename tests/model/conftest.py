@@ -69,8 +69,9 @@ def _small_inputs_count(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _two_threads():
+def _one_thread():
+    """Tiny tensors gain nothing from a second thread, and lose much where other processes hold the cores."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)

@@ -132,8 +132,7 @@ class LeafActivation(Optimized):
     stoker_part = "activation"
 
     def forward(self, input: Tensor) -> Tensor:
-        kind = activation_kind(self)
-        if kind is not None and input.numel() >= SMALL_ELEMENTS and _native(input):
+        if input.numel() >= SMALL_ELEMENTS and _native(input) and (kind := activation_kind(self)) is not None:
             return bias_activation(input, None, kind)
         return super().forward(input)  # type: ignore[no-any-return]
 

@@ -64,7 +64,8 @@ class Optimized(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the stock class, so that a saved model loads where Stoker is not installed."""
-        reduced: Any = super().__reduce_ex__(protocol)
+        # protocol 1, because the constructor that later ones use insists on the object's own class
+        reduced: Any = super().__reduce_ex__(1)
         constructor, args, *rest = reduced
         stock = stock_class(type(self))
         return (constructor, tuple(stock if arg is type(self) else arg for arg in args), *rest)

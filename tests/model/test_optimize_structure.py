@@ -1,0 +1,331 @@
+"""An optimised model is still the user's model: saving, copying, wrapping, compiling, undoing."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import subprocess
+import sys
+
+import pytest
+import tiny_models as tiny
+import torch
+import transformers
+from torch import nn
+
+import stoker
+
+
+def _optimized(family: str = "Bert", head: str = "QuestionAnswering", dropout: float = 0.0) -> nn.Module:
+    return stoker.optimize(tiny.model(family, head, dropout))
+
+
+def _loss(model: nn.Module, family: str = "Bert", head: str = "QuestionAnswering") -> torch.Tensor:
+    return model(**tiny.batch(family, head).kwargs).loss
+
+
+def _is_optimized(model: nn.Module) -> bool:
+    return any(part == "fused layer" for part, _, _ in stoker.report(model).applied)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_parameters_keep_names_identity_and_storage(family: str) -> None:
+    model = tiny.model(family, "MaskedLM")
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    keys, classes = list(model.state_dict()), [type(module) for module in model.modules()]
+    assert stoker.optimize(model) is model
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+    assert list(model.state_dict()) == keys
+    assert all(isinstance(module, cls) for module, cls in zip(model.modules(), classes, strict=True))
+
+
+def test_save_pretrained_writes_what_stock_writes_and_from_pretrained_reads_it(tmp_path) -> None:
+    stock = tiny.model("Bert", "QuestionAnswering")
+    model = stoker.optimize(copy.deepcopy(stock))
+    stock.save_pretrained(tmp_path / "stock")
+    model.save_pretrained(tmp_path / "stoker")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "stock" / name).read_bytes() == (tmp_path / "stoker" / name).read_bytes()
+    loaded = transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "stoker")
+    assert type(loaded) is transformers.BertForQuestionAnswering
+    torch.testing.assert_close(_loss(stoker.optimize(loaded)), _loss(model))
+
+
+def test_deepcopy_is_optimised_too_and_independent() -> None:
+    model = _optimized()
+    clone = copy.deepcopy(model)
+    assert stoker.report(clone).applied == stoker.report(model).applied
+    assert type(clone.bert) is type(model.bert)
+    assert clone.qa_outputs.weight is not model.qa_outputs.weight
+    expected = _loss(model)
+    with torch.no_grad():
+        clone.qa_outputs.weight.zero_()
+    torch.testing.assert_close(_loss(model), expected)
+
+
+def test_torch_save_writes_the_stock_model_which_loads_without_stoker(tmp_path) -> None:
+    model = _optimized()
+    model.eval()
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(tiny.batch("Bert", "QuestionAnswering").kwargs, tmp_path / "batch.pt")
+    script = (
+        "import sys, torch; sys.modules['stoker'] = None\n"
+        f"model = torch.load(r'{tmp_path}/model.pt', weights_only=False)\n"
+        f"print(type(model).__name__, model(**torch.load(r'{tmp_path}/batch.pt')).start_logits[0, 0].item())"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    name, value = result.stdout.split()
+    assert name == "BertForQuestionAnswering"
+    expected = model(**tiny.batch("Bert", "QuestionAnswering").kwargs).start_logits[0, 0].item()
+    assert float(value) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def test_restore_gives_every_class_back() -> None:
+    model = tiny.model("Bert", "QuestionAnswering")
+    classes, expected = [type(module) for module in model.modules()], _loss(model)
+    assert [type(module) for module in stoker.optimize(model).modules()] != classes
+    assert stoker.restore(model) is model
+    assert [type(module) for module in model.modules()] == classes
+    torch.testing.assert_close(_loss(model), expected)
+    assert not stoker.report(model).applied
+
+
+def test_a_second_call_replaces_the_first() -> None:
+    model = _optimized()
+    once = stoker.report(model).applied
+    assert stoker.report(stoker.optimize(model)).applied == once
+    parts = {part for part, _, _ in stoker.report(stoker.optimize(model, fuse=False)).applied}
+    assert "linear" not in parts
+    assert "padding-free base model" in parts
+
+
+def test_forward_keeps_its_signature_because_trainers_read_it() -> None:
+    for head in tiny.HEADS:
+        stock = tiny.model("Bert", head)
+        model = stoker.optimize(copy.deepcopy(stock))
+        assert inspect.signature(model.forward) == inspect.signature(stock.forward)
+        assert inspect.signature(type(model).forward) == inspect.signature(type(stock).forward)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
+@pytest.mark.parametrize("head", ["QuestionAnswering", "SequenceClassification"])
+def test_peft_wraps_before_or_after(family: str, head: str, order: str) -> None:
+    peft = pytest.importorskip("peft")
+    targets = {"Bert": ["query", "value", "dense"], "DistilBert": ["q_lin", "lin2"], "ModernBert": ["Wqkv", "Wo"]}
+    kept = {"QuestionAnswering": ["classifier" if family == "ModernBert" else "qa_outputs"]}
+    lora = peft.LoraConfig(
+        r=4, target_modules=targets[family], init_lora_weights=False, modules_to_save=kept.get(head, ["classifier"])
+    )
+    stock = peft.get_peft_model(tiny.model(family, head), copy.deepcopy(lora))
+    model = tiny.model(family, head)
+    if order == "after":
+        model = peft.get_peft_model(stoker.optimize(model), lora)
+    else:
+        model = stoker.optimize(peft.get_peft_model(model, lora))
+    model.load_state_dict(stock.state_dict())
+    assert _is_optimized(model)
+    full = tiny.batch(family, head)
+    loss, _, gradients = tiny.truth(stock, head, full)
+    actual = model(**full.kwargs).loss
+    actual.backward()
+    torch.testing.assert_close(actual.detach(), loss, rtol=1e-4, atol=1e-5)
+    assert any("lora_A" in name for name in gradients)
+    tiny.assert_same_gradients(tiny.gradients(model), gradients)
+    assert stoker.report(model).left_alone == () or all(
+        "a call of" not in what for what, _ in stoker.report(model).left_alone
+    )
+
+
+def test_peft_can_merge_and_save_afterwards(tmp_path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(_optimized(), peft.LoraConfig(target_modules=["query"], init_lora_weights=False)).eval()
+    before = _loss(model)
+    model.save_pretrained(tmp_path)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(_loss(merged), before, rtol=1e-4, atol=1e-5)
+    assert not any("lora" in name for name in merged.state_dict())
+
+
+def test_ddp_wraps_afterwards(tmp_path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = _optimized()
+        expected = copy.deepcopy(model)
+        _loss(expected).backward()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        _loss(wrapped).backward()
+        tiny.assert_same_gradients(tiny.gradients(model), tiny.gradients(expected))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_accelerator_prepares_afterwards() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model, optimizer = stoker.optimize(*_with_optimizer())
+    reference = _loss(copy.deepcopy(model))
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    loss = _loss(prepared)
+    accelerator.backward(loss)
+    optimizer.step()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.detach(), reference.detach(), rtol=3e-2, atol=3e-2)
+    assert accelerator.unwrap_model(prepared) is model
+
+
+def _with_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = tiny.model("Bert", "QuestionAnswering")
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Bert", "unknown"])
+def test_torch_compile_runs_afterwards(family: str) -> None:
+    if family == "unknown":
+        model = stoker.optimize(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1)))
+        x = torch.randn(4, 8)
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), model(x))
+        return
+    model = _optimized()
+    expected = _loss(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    loss = _loss(compiled)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+
+
+def _decoders() -> dict[str, nn.Module]:
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    return {
+        "Llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, num_key_value_heads=2, **small)),
+        "GPT2": transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=99,
+                n_embd=32,
+                n_layer=2,
+                n_head=4,
+                n_positions=64,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
+        ),
+        "Gemma": transformers.GemmaForCausalLM(
+            transformers.GemmaConfig(vocab_size=99, num_key_value_heads=2, head_dim=8, **small)
+        ),
+        "T5": transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=99,
+                d_model=32,
+                d_kv=8,
+                d_ff=64,
+                num_layers=2,
+                num_heads=4,
+                dropout_rate=0.0,
+                decoder_start_token_id=0,
+            )
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma", "T5"])
+def test_a_family_that_is_not_in_the_table_trains_unchanged(name: str) -> None:
+    stock = _decoders()[name].train()
+    model = stoker.optimize(copy.deepcopy(stock))
+    ids = torch.randint(5, 99, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    stock(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    tiny.assert_same_gradients(tiny.gradients(model), tiny.gradients(stock))
+    told = stoker.report(model)
+    assert (
+        "padding, attention, fused layers",
+        "no row for this architecture in the table of families",
+    ) in told.left_alone
+    counts = {part: count for part, _, count in told.applied}
+    assert counts["layer norm" if name == "GPT2" else "linear"] > 2  # GPT-2's linears are a kind of their own
+    if name in ("Llama", "T5"):
+        assert "rms norm" in {part for part, _, _ in told.applied}
+    if name == "Gemma":
+        assert "rms norm" not in {part for part, _, _ in told.applied}, "Gemma's norm has another formula"
+
+
+def test_plain_torch_models_get_what_applies() -> None:
+    torch.manual_seed(0)
+    stock = nn.Sequential(
+        nn.Embedding(50, 16), nn.LayerNorm(16), nn.Linear(16, 32), nn.SiLU(), nn.Dropout(0.0), nn.Conv1d(6, 3, 1)
+    )
+    model = stoker.optimize(copy.deepcopy(stock))
+    ids = torch.randint(0, 50, (4, 6))
+    stock(ids).square().sum().backward()
+    model(ids).square().sum().backward()
+    tiny.assert_same_gradients(tiny.gradients(model), tiny.gradients(stock))
+    assert {part for part, _, _ in stoker.report(model).applied} == {
+        "embedding",
+        "layer norm",
+        "linear",
+        "activation",
+        "dropout",
+    }
+    assert [what for what, _ in stoker.report(model).left_alone] == ["padding, attention, fused layers", "Conv1d"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_types_the_kernels_do_not_know_run_as_stock(dtype: torch.dtype) -> None:
+    stock = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.5)).to(dtype).eval()
+    x = torch.randn(4, 8, dtype=dtype)
+    torch.testing.assert_close(stoker.optimize(copy.deepcopy(stock))(x), stock(x))
+    model = _optimized().double()
+    assert _loss(model).dtype == torch.float64
+
+
+def test_the_report_reads_well_and_is_logged(caplog) -> None:
+    with caplog.at_level(logging.INFO, "stoker"):
+        model, _ = stoker.optimize(*_with_optimizer())
+    text = str(stoker.report(model))
+    assert text in caplog.text
+    for word in ("BertForQuestionAnswering", "fused layer", "2 x BertLayer", "AdamW fused", "precision", "memory"):
+        assert word in text
+
+
+IPEX = {
+    "inplace": True,
+    "conv_bn_folding": False,
+    "linear_bn_folding": False,
+    "weights_prepack": True,
+    "replace_dropout_with_identity": False,
+    "optimize_lstm": True,
+    "split_master_weight_for_bf16": True,
+    "auto_kernel_selection": True,
+    "sample_input": None,
+    "graph_mode": False,
+    "concat_linear": True,
+}
+
+
+def test_ipex_calls_work_and_each_keyword_is_explained_in_one_line(caplog) -> None:
+    model, optimizer = _with_optimizer()
+    with caplog.at_level(logging.INFO, "stoker"):
+        result = stoker.optimize(model, dtype=torch.bfloat16, optimizer=optimizer, level="O1", **IPEX)
+    assert result == (model, optimizer)
+    for name in IPEX:
+        assert sum(f"optimize: {name}=" in record.getMessage() for record in caplog.records) == 1
+    assert stoker.optimize(model, torch.bfloat16, optimizer) == (model, optimizer)
+    assert stoker.optimize(model, torch.bfloat16) is model
+    assert not stoker.report(stoker.optimize(model, level="O0")).applied
+
+
+def test_wrong_arguments_are_named() -> None:
+    model = tiny.model("Bert")
+    with pytest.raises(TypeError, match="'unpadd'"):
+        stoker.optimize(model, unpadd=False)
+    with pytest.raises(TypeError, match="model is a dict"):
+        stoker.optimize({})
+    with pytest.raises(ValueError, match="fp16"):
+        stoker.optimize(model, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"torch\.int8"):
+        stoker.optimize(model, dtype=torch.int8)

@@ -1,0 +1,197 @@
+"""Dropout, precision, optimizer and memory: what training needs beyond a gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiny_models as tiny
+import torch
+from torch import nn
+
+import stoker
+from stoker.model import memory
+
+
+def _samples(model: nn.Module, full: tiny.Batch, repeats: int, seed: int) -> torch.Tensor:
+    """(repeats, 1 + parameters): loss and a few gradient sums, over `repeats` draws of dropout."""
+    torch.manual_seed(seed)
+    rows = []
+    for _ in range(repeats):
+        model.zero_grad()
+        loss = model(**full.kwargs).loss
+        loss.backward()
+        rows.append(torch.stack([loss.detach(), *(p.grad.flatten()[:4].sum() for p in model.parameters())]))
+    return torch.stack(rows).double()
+
+
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert", "MPNet"])
+def test_with_dropout_expected_loss_and_gradient_are_those_of_stock(family: str) -> None:
+    head, repeats = "SequenceClassification", 150
+    full = tiny.batch(family, head, lengths=(6, 6, 6, 6))
+    full.inputs["attention_mask"].fill_(1)  # stock and padding-free are then the same model
+    stock = tiny.model(family, head, dropout=0.2)
+    model = stoker.optimize(copy.deepcopy(stock))
+    first, second = _samples(stock, full, repeats, 1), _samples(model, full, repeats, 2)
+    spread = (first.var(0) / repeats + second.var(0) / repeats).sqrt() + 1e-9
+    scores = (first.mean(0) - second.mean(0)) / spread
+    assert scores.abs().max() < 5.0, "means differ by more than sampling explains"
+    assert float(scores.square().mean()) < 2.0
+    ratio = second.var(0)[0] / first.var(0)[0]
+    assert 0.5 < ratio < 2.0, "the loss must vary as much as stock's does"
+
+
+def test_the_same_seed_gives_the_same_step() -> None:
+    model = stoker.optimize(tiny.model("Bert", "QuestionAnswering", dropout=0.1))
+    full = tiny.batch("Bert", "QuestionAnswering")
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        losses.append(model(**full.kwargs).loss)
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("mode", ["asked", "autocast", "both"])
+def test_bf16_keeps_fp32_parameters_losses_and_gradients(family: str, mode: str) -> None:
+    head = "QuestionAnswering"
+    full = tiny.batch(family, head)
+    stock = tiny.model(family, head)
+    loss, _, gradients = tiny.truth(stock, head, full)
+    model = stoker.optimize(copy.deepcopy(stock), dtype=None if mode == "autocast" else torch.bfloat16)
+    inner: list[torch.dtype] = []
+    _spy_on_layers(model, inner)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode != "asked"):
+        output = model(**full.kwargs)
+    output.loss.backward()
+    assert set(inner) == {torch.bfloat16}
+    assert output.loss.dtype == torch.float32
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+    torch.testing.assert_close(output.loss.detach(), loss, rtol=5e-2, atol=5e-2)
+    flat = [torch.cat([g[name].flatten() for name in sorted(gradients)]) for g in (tiny.gradients(model), gradients)]
+    assert nn.functional.cosine_similarity(*flat, dim=0) > 0.99
+
+
+def _spy_on_layers(model: nn.Module, seen: list[torch.dtype]) -> None:
+    """Records the type layers hand on, without a hook, which would make the call stock's."""
+    from stoker.model.layer import FusedLayer
+
+    for module in model.modules():
+        if isinstance(module, FusedLayer):
+            cls = type(module)
+            watched = type(cls.__name__, (cls,), {"__module__": cls.__module__, "forward": _spying(cls, seen)})
+            module.__class__ = watched
+
+
+def _spying(cls: type, seen: list[torch.dtype]):
+    def forward(self, *args, **kwargs):
+        output = cls.forward(self, *args, **kwargs)
+        seen.append((output[0] if isinstance(output, tuple) else output).dtype)
+        return output
+
+    return forward
+
+
+def test_fp32_asked_for_stays_fp32_inside_autocast() -> None:
+    stock = tiny.model("Bert")
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
+    full = tiny.batch("Bert", "Model", lengths=(6, 6))
+    full.inputs["attention_mask"].fill_(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(**full.inputs).last_hidden_state
+    torch.testing.assert_close(output, stock(**full.inputs).last_hidden_state, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_cast_to_bf16_by_its_owner_stays_bf16() -> None:
+    model = stoker.optimize(tiny.model("Bert", "QuestionAnswering").to(torch.bfloat16))
+    full = tiny.batch("Bert", "QuestionAnswering")
+    output = model(**full.kwargs)
+    output.loss.backward()
+    assert output.start_logits.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters() if p.grad is not None)
+    assert stoker.report(model).left_alone == ()
+
+
+def test_bf16_for_an_unknown_family_applies_inside_autocast_and_the_report_says_so() -> None:
+    model = stoker.optimize(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), dtype=torch.bfloat16)
+    assert "autocast" in stoker.report(model).precision
+    x = torch.randn(32, 64)
+    assert model(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_are_fused_in_place_and_go_on_where_they_were(name: str) -> None:
+    torch.manual_seed(0)
+    stock = nn.Linear(6, 4)
+    model = copy.deepcopy(stock)
+    plain, fused = (OPTIMIZERS[name]([{"params": [m.weight]}, {"params": [m.bias], "lr": 0.5}]) for m in (stock, model))
+    schedule = torch.optim.lr_scheduler.StepLR(fused, 1, gamma=1.0)
+    for step in range(6):
+        if step == 3:
+            result = stoker.optimize(model, fused)
+            assert result[1] is fused
+            assert all(group["fused"] for group in fused.param_groups)
+            assert [group["lr"] for group in fused.param_groups] == [1e-2, 0.5]
+        for one, optimizer in ((stock, plain), (model, fused)):
+            optimizer.zero_grad()
+            one(torch.full((3, 6), 0.1 * step)).square().sum().backward()
+            optimizer.step()
+        schedule.step()
+    torch.testing.assert_close(list(model.parameters()), list(stock.parameters()))
+    stoker.restore(model, fused)
+    assert not any(group["fused"] for group in fused.param_groups)
+    fused.step()
+
+
+def test_unknown_optimizers_are_left_alone() -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    model = nn.Linear(2, 2)
+    for optimizer in (Mine(model.parameters()), torch.optim.RMSprop(model.parameters())):
+        assert stoker.optimize(model, optimizer) == (model, optimizer)
+        assert not optimizer.param_groups[0].get("fused")
+        assert "left alone" in stoker.report(model).optimizer
+
+
+def test_training_learns_as_stock_does() -> None:
+    """Ten steps of AdamW without dropout follow the same curve."""
+    curves = []
+    for optimized in (False, True):
+        model = tiny.model("Bert", "SequenceClassification")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if optimized:
+            model, optimizer = stoker.optimize(model, optimizer)
+        curve = []
+        for step in range(10):
+            full = tiny.batch("Bert", "SequenceClassification", lengths=(9, 12, 3, 5, 7, 8), seed=step % 2)
+            loss = model(**full.kwargs).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        curves.append(curve)
+    assert curves[0] == pytest.approx(curves[1], rel=2e-3)
+    assert curves[1][-1] < 0.8 * curves[1][0]
+
+
+def test_steady_steps_fault_few_pages_in() -> None:
+    assert memory.keep_mapped() == memory.keep_mapped()
+    if "glibc" not in memory.keep_mapped():
+        pytest.skip(memory.keep_mapped())
+    faults = []
+    for _ in range(6):
+        before = memory.minor_faults()
+        (torch.ones(4 << 20) + 1).sum()
+        faults.append(memory.minor_faults() - before)
+    assert min(faults[2:]) < 1000, "32 MB fresh from the system would be 8,192 faults"
