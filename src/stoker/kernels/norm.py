@@ -5,8 +5,8 @@
     y = z / sqrt(mean(z^2) + eps) * weight                            RMSNorm
 
 Saved for backward: x and residual (which the neighbouring operators hold anyway), or z alone where z is an output; mean
-and 1/sqrt(...) of each row; the dropout key. Forward reads x and residual and writes y; backward reads dy, x and residual
-and writes dx and dresidual, with the gradients of weight, bias and x_bias in the same pass.
+and 1/sqrt(...) of each row; the dropout key. Forward reads x and residual and writes y; backward reads dy, x and
+residual and writes dx and dresidual, with the gradients of weight, bias and x_bias in the same pass.
 """
 
 from __future__ import annotations
