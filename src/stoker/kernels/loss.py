@@ -26,13 +26,13 @@ __all__ = ["cross_entropy", "linear_cross_entropy"]
 REDUCTIONS = ("none", "sum", "mean")
 _NONE, _SUM, _MEAN = range(3)
 
-# The block of logits that is held at a time. Each block adds to the gradient of W, (vocabulary, hidden) numbers read and
-# written, so the block must not be small; at 64 MiB it has about 550 rows of BERT's vocabulary.
+# The block of logits that is held at a time. Each block adds to the gradient of W, (vocabulary, hidden) numbers read
+# and written, so the block must not be small; at 64 MiB it has about 550 rows of BERT's vocabulary.
 _BLOCK_BYTES = 64 * 1024 * 1024
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
-    """Cross entropy of `logits` (..., classes) with `labels` (...); the mean is over the labels that are not ignored."""
+    """Cross entropy of `logits` (..., classes) with `labels` (...); the mean is over labels that are not ignored."""
     check_device("cross_entropy", logits=logits, labels=labels)
     result: Tensor = _cross_entropy(logits, labels, ignore_index, _reduction("cross_entropy", reduction))[0]
     return result
@@ -205,7 +205,7 @@ class _Blocks:
         self.needs = needs
 
     def run(self, scales: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The loss of each labelled row; with `scales`, the gradient of each of those losses, dx, dweight and dbias too."""
+        """The loss of each labelled row; with `scales`, the gradients of those losses, also dx, dweight and dbias."""
         need_x, need_weight, need_bias = self.needs if scales is not None else (False, False, False)
         classes, hidden = self.weight.shape
         weight_type = self.weight.dtype

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_device", "check_tensor", "define", "draw_key", "key_value", "plain", "reference_factors", "split_rows"]
+__all__ = [
+    "check_device",
+    "check_tensor",
+    "define",
+    "draw_key",
+    "key_value",
+    "plain",
+    "reference_factors",
+    "split_rows",
+]
 
 _LIBRARY = torch.library.Library("stoker", "DEF")
 
