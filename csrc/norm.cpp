@@ -10,12 +10,6 @@
 
 namespace stoker {
 
-// The factors of a whole row; the buffer must have room for the last, possibly incomplete, group.
-static void row_factors(const Dropout& dropout, int64_t row, int64_t columns, float* factors) {
-  for (int64_t first = 0; first < columns; first += kRandomGroup)
-    dropout_factors(dropout, static_cast<uint64_t>(row), static_cast<uint32_t>(first / kRandomGroup), factors + first);
-}
-
 template <typename Scalar>
 static void sum_row(const Scalar* x, const Scalar* residual, const float* x_bias, const float* factors, int64_t columns,
                     float* z) {

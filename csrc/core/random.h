@@ -98,4 +98,10 @@ inline void dropout_factors(const Dropout& dropout, uint64_t row, uint32_t group
   }
 }
 
+// The factors of a whole row; the buffer must have room for the last, possibly incomplete, group.
+inline void row_factors(const Dropout& dropout, int64_t row, int64_t columns, float* factors) {
+  for (int64_t first = 0; first < columns; first += kRandomGroup)
+    dropout_factors(dropout, static_cast<uint64_t>(row), static_cast<uint32_t>(first / kRandomGroup), factors + first);
+}
+
 }  // namespace stoker

@@ -3,9 +3,9 @@
     y = x * m / (1 - p),   m_ij = 1 with probability 1 - p, else 0
     dx = dy * m / (1 - p)
 
-Nothing is saved but the key: m is a function of (key, row, column), computed again in backward (csrc/core/random.h). A row
-is a position of all dimensions but the last. p is rounded to a multiple of 1/65536, and the scale follows the rounded value,
-so the expectation is exact.
+Nothing is saved but the key: m is a function of (key, row, column), computed again in backward (csrc/core/random.h). A
+row is a position of all dimensions but the last. p is rounded to a multiple of 1/65536, and the scale follows the
+rounded value, so the expectation is exact.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import native
-from stoker.kernels.registry import check_tensor, define, draw_key, key_value
+from stoker.kernels.registry import check_device, check_tensor, define, draw_key, key_value, split_rows
 
 __all__ = ["check_probability", "dropout"]
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """Zeroes each element of `x` with probability `p` and scales the others by 1 / (1 - p); `x` itself if not training."""
+    """Zeroes each element of `x` with probability `p`, scales the others by 1 / (1 - p); `x` itself if not training."""
     check_probability("dropout", p)
+    check_device("dropout", x=x)
     if not training or p == 0.0:
         return x
     result: Tensor = _dropout(x, p, draw_key())
@@ -39,13 +40,10 @@ def _kernel(x: Tensor, p: float, key: Tensor) -> Tensor:
     check_tensor("dropout", "x", x)
     x = x.contiguous()
     y = torch.empty_like(x)
-    columns = x.shape[-1] if x.dim() else 1
+    rows, columns = split_rows(x)
     if x.numel():
         call = native.function("stoker_dropout", "pp ll f u ii")
-        rows = x.numel() // columns
-        call(
-            x.data_ptr(), y.data_ptr(), rows, columns, p, key_value(key), native.dtype_code(x.dtype), native.threads()
-        )
+        call(x.data_ptr(), y.data_ptr(), rows, columns, p, key_value(key), native.dtype_code(x.dtype), native.threads())
     return y
 
 

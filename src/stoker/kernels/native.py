@@ -7,6 +7,7 @@ bound to that copy, so that both run on one thread pool.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -18,7 +19,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["LEVELS", "NativeLibraryError", "available", "dtype_code", "function", "level", "library", "parameter", "pointer", "threads"]
+__all__ = [
+    "LEVELS",
+    "NativeLibraryError",
+    "available",
+    "dtype_code",
+    "function",
+    "level",
+    "library",
+    "parameter",
+    "pointer",
+    "threads",
+]
 
 ABI = 1  # stoker_abi() of the library these bindings were written for
 
@@ -29,7 +41,7 @@ LEVELS: dict[str, frozenset[str]] = {
 }
 """The builds of the library, best first, with the CPU flags each needs."""
 
-_CODES = {
+_CODES: dict[str, Any] = {
     "p": ctypes.c_void_p,
     "i": ctypes.c_int,
     "l": ctypes.c_int64,
@@ -60,10 +72,8 @@ def _directories() -> list[Path]:
     if override := os.environ.get("STOKER_NATIVE_DIR"):
         found.append(Path(override))
     found.append(Path(__file__).parent.parent / "_native")
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
         found.append(Path(str(metadata.distribution("stoker").locate_file("stoker/_native"))))
-    except metadata.PackageNotFoundError:
-        pass
     return found
 
 

@@ -4,9 +4,9 @@
     y = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias            LayerNorm
     y = z / sqrt(mean(z^2) + eps) * weight                            RMSNorm
 
-Saved for backward: x and residual (which the neighbouring operators hold anyway), or z alone where z is an output; mean and
-1/sqrt(...) of each row; the dropout key. Forward reads x and residual and writes y; backward reads dy, x and residual and
-writes dx and dresidual, with the gradients of weight, bias and x_bias in the same pass.
+Saved for backward: x and residual (which the neighbouring operators hold anyway), or z alone where z is an output; mean
+and 1/sqrt(...) of each row; the dropout key. Forward reads x and residual and writes y; backward reads dy, x and
+residual and writes dx and dresidual, with the gradients of weight, bias and x_bias in the same pass.
 """
 
 from __future__ import annotations
@@ -200,9 +200,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, _: Any) -> tuple[Any, ...]:
     x, residual, z, weight, bias, x_bias, stats, key = ctx.saved_tensors
-    if dy is None and dz is None:
-        return (None,) * 10
     if dy is None:
+        if dz is None:
+            return (None,) * 10
         dy = torch.zeros_like(dz)
     dsum, dx, dweight, dbias, dx_bias = _dropout_add_norm_backward(
         dy, dz, x, residual, z, weight, bias, x_bias, stats, key, ctx.p, ctx.rms, ctx.has_residual
@@ -295,8 +295,8 @@ def _backward_fake(
 
 
 _dropout_add_norm_backward = define(
-    "dropout_add_norm_backward(Tensor dy, Tensor? dz, Tensor? x, Tensor? residual, Tensor? z, Tensor weight, Tensor? bias,"
-    " Tensor? x_bias, Tensor stats, Tensor? key, float p, bool rms, bool has_residual)"
+    "dropout_add_norm_backward(Tensor dy, Tensor? dz, Tensor? x, Tensor? residual, Tensor? z, Tensor weight,"
+    " Tensor? bias, Tensor? x_bias, Tensor stats, Tensor? key, float p, bool rms, bool has_residual)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_kernel,
     _backward_fake,

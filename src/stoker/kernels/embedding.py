@@ -1,0 +1,360 @@
+"""Embedding lookups: plain, and as the sum of word, position and type embeddings with LayerNorm and dropout.
+
+    z = word[ids] + position[positions] + type[types]
+    y = dropout(LayerNorm(z))
+
+Saved for backward: the ids, the tables themselves, mean and 1/sqrt(...) of each row, the dropout key; z is looked up again.
+The gradient of a table is dense, as torch's is. Each of its rows is the sum over the tokens that used it, in their order
+and in chunks of fixed size, so it does not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.kernels import native
+from stoker.kernels.dropout import check_probability
+from stoker.kernels.registry import check_device, check_tensor, define, draw_key, key_value
+
+__all__ = ["embedding", "embedding_layer_norm_dropout"]
+
+
+def embedding(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Rows `ids` of `table`; row `padding_idx` gets no gradient."""
+    check_device("embedding", ids=ids, table=table)
+    result: Tensor = _embedding(ids, table, _skip("embedding", padding_idx, table))
+    return result
+
+
+def embedding_layer_norm_dropout(
+    ids: Tensor,
+    positions: Tensor | None,
+    types: Tensor | None,
+    word: Tensor,
+    position: Tensor | None,
+    type: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+    p: float = 0.0,
+    training: bool = True,
+    padding_idx: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """dropout(LayerNorm(word[ids] + position[positions] + type[types])), in `dtype` (that of the tables unless given).
+
+    `positions` and `types` are broadcast to the shape of `ids`. Row `padding_idx` of `word` gets no gradient.
+    """
+    operator = "embedding_layer_norm_dropout"
+    check_probability(operator, p)
+    check_device(operator, ids=ids, positions=positions, types=types, word=word, position=position, type=type)
+    for name, chosen, table in (("position", positions, position), ("type", types, type)):
+        if (chosen is None) != (table is None):
+            raise ValueError(f"{operator}: {name}s and {name} go together; only one of the two was given")
+    if dtype not in (None, torch.float32, torch.bfloat16):
+        raise ValueError(f"{operator}: dtype is {dtype}; it must be float32 or bfloat16")
+    positions, types = (None if t is None else t.expand(ids.shape) for t in (positions, types))
+    p = p if training else 0.0
+    narrow = (dtype or word.dtype) == torch.bfloat16
+    skip = _skip(operator, padding_idx, word)
+    key = draw_key() if p > 0.0 else None
+    arguments = (ids, positions, types, word, position, type, weight, bias, key, p, eps, skip, narrow)
+    result: Tensor = _embedding_norm(*arguments)[0]
+    return result
+
+
+def _skip(operator: str, padding_idx: int | None, table: Tensor) -> int:
+    """padding_idx as a row number, counted from the end if negative, as torch does; -1 for none."""
+    if padding_idx is None:
+        return -1
+    rows = table.shape[0]
+    if not -rows <= padding_idx < rows:
+        raise ValueError(f"{operator}: padding_idx is {padding_idx}; the table has {rows} rows")
+    return padding_idx % rows
+
+
+def _check_ids(operator: str, name: str, ids: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    check_tensor(operator, name, ids, shape=shape, dtypes=[torch.int64, torch.int32])
+    return ids.to(torch.int64).contiguous()
+
+
+def _outside(operator: str, name: str, ids: Tensor, token: int, rows: int) -> IndexError:
+    value = int(ids.reshape(-1)[token])
+    return IndexError(f"{operator}: {name} has {value} at position {token}; the table has {rows} rows")
+
+
+def _scatter(dz: Tensor, ids: Tensor, table: Tensor, skip: int) -> Tensor:
+    """The gradient of `table`, given that of the rows looked up."""
+    grad = torch.empty_like(table, memory_format=torch.contiguous_format)
+    native.function("stoker_embedding_scatter", "ppp llll iii")(
+        dz.data_ptr(),
+        ids.data_ptr(),
+        grad.data_ptr(),
+        ids.numel(),
+        *table.shape,
+        skip,
+        native.dtype_code(dz.dtype),
+        native.dtype_code(table.dtype),
+        native.threads(),
+    )
+    return grad
+
+
+# --- plain lookup
+
+
+def _kernel(ids: Tensor, table: Tensor, skip: int) -> Tensor:
+    check_tensor("embedding", "table", table, shape=[None, None])
+    ids, table = _check_ids("embedding", "ids", ids), table.contiguous()
+    y = _fake(ids, table, skip)
+    bad = (ctypes.c_int64 * 2)(-1, -1)
+    native.function("stoker_embedding_lookup", "pppp llll i")(
+        ids.data_ptr(),
+        table.data_ptr(),
+        y.data_ptr(),
+        ctypes.addressof(bad),
+        ids.numel(),
+        *table.shape,
+        table.element_size(),
+        native.threads(),
+    )
+    if bad[0] >= 0:
+        raise _outside("embedding", "ids", ids, bad[1], table.shape[0])
+    return y
+
+
+def _fake(ids: Tensor, table: Tensor, skip: int) -> Tensor:
+    return table.new_empty((*ids.shape, table.shape[1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ids, table, ctx.skip = inputs
+    ctx.save_for_backward(ids, table)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
+    ids, table = ctx.saved_tensors
+    return None, _embedding_backward(dy, ids, table, ctx.skip), None
+
+
+def _backward_kernel(dy: Tensor, ids: Tensor, table: Tensor, skip: int) -> Tensor:
+    return _scatter(dy.contiguous(), ids.to(torch.int64).contiguous(), table, skip)
+
+
+def _backward_fake(dy: Tensor, ids: Tensor, table: Tensor, skip: int) -> Tensor:
+    return torch.empty_like(table, memory_format=torch.contiguous_format)
+
+
+_embedding_backward = define(
+    "embedding_backward(Tensor dy, Tensor ids, Tensor table, int skip) -> Tensor", _backward_kernel, _backward_fake
+)
+_embedding = define(
+    "embedding(Tensor ids, Tensor table, int skip) -> Tensor",
+    _kernel,
+    _fake,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+
+
+# --- sum of lookups, LayerNorm, dropout
+
+_NAMES = ("ids", "positions", "types")
+
+
+def _norm_kernel(
+    ids: Tensor,
+    positions: Tensor | None,
+    types: Tensor | None,
+    word: Tensor,
+    position: Tensor | None,
+    type: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    key: Tensor | None,
+    p: float,
+    eps: float,
+    skip: int,
+    narrow: bool,
+) -> tuple[Tensor, Tensor]:
+    operator = "embedding_layer_norm_dropout"
+    check_tensor(operator, "word", word, shape=[None, None])
+    columns = word.shape[1]
+    if not columns:
+        raise ValueError(f"{operator}: word has shape {tuple(word.shape)}; its rows must not be empty")
+    for name, table in (("position", position), ("type", type)):
+        if table is not None:
+            check_tensor(operator, name, table, shape=[None, columns], dtypes=[word.dtype])
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            check_tensor(operator, name, parameter, shape=[columns])
+    lookups = [
+        None if chosen is None else _check_ids(operator, name, chosen, ids.shape)
+        for name, chosen in zip(_NAMES, (ids, positions, types), strict=True)
+    ]
+    tables = [None if table is None else table.contiguous() for table in (word, position, type)]
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    y, stats = _norm_fake(ids, positions, types, word, position, type, weight, bias, key, p, eps, skip, narrow)
+    sizes = (ctypes.c_int64 * 3)(*(0 if table is None else table.shape[0] for table in tables))
+    bad = (ctypes.c_int64 * 2)(-1, -1)
+    native.function("stoker_embedding_norm_forward", "ppp ppp p pp ppp ll fuf iiii i")(
+        *map(native.pointer, lookups),
+        *map(native.pointer, tables),
+        ctypes.addressof(sizes),
+        weight.data_ptr(),
+        native.pointer(bias),
+        y.data_ptr(),
+        stats.data_ptr(),
+        ctypes.addressof(bad),
+        ids.numel(),
+        columns,
+        p,
+        0 if key is None else key_value(key),
+        eps,
+        native.dtype_code(word.dtype),
+        native.dtype_code(y.dtype),
+        native.parameter(weight),
+        native.parameter(bias),
+        native.threads(),
+    )
+    if bad[0] >= 0:
+        wrong = lookups[bad[0]]
+        assert wrong is not None
+        raise _outside(operator, _NAMES[bad[0]], wrong, bad[1], sizes[bad[0]])
+    return y, stats
+
+
+def _norm_fake(
+    ids: Tensor,
+    positions: Tensor | None,
+    types: Tensor | None,
+    word: Tensor,
+    position: Tensor | None,
+    type: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    key: Tensor | None,
+    p: float,
+    eps: float,
+    skip: int,
+    narrow: bool,
+) -> tuple[Tensor, Tensor]:
+    y = word.new_empty((*ids.shape, word.shape[1]), dtype=torch.bfloat16 if narrow else torch.float32)
+    return y, word.new_empty((2, ids.numel()), dtype=torch.float32)
+
+
+def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ids, positions, types, word, position, type, weight, bias, key, ctx.p, _, ctx.skip, _ = inputs
+    _, stats = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(stats)
+    ctx.save_for_backward(ids, positions, types, word, position, type, weight, bias, stats, key)
+
+
+def _norm_backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
+    if dy is None:
+        return (None,) * 13
+    ids, positions, types, word, position, type, weight, bias, stats, key = ctx.saved_tensors
+    dword, dposition, dtype, dweight, dbias = _embedding_norm_backward(
+        dy, ids, positions, types, word, position, type, weight, bias, stats, key, ctx.p, ctx.skip
+    )
+    return (
+        *(None, None, None),
+        dword,
+        None if position is None else dposition,
+        None if type is None else dtype,
+        dweight,
+        None if bias is None else dbias,
+        *(None,) * 5,
+    )
+
+
+def _norm_backward_kernel(
+    dy: Tensor,
+    ids: Tensor,
+    positions: Tensor | None,
+    types: Tensor | None,
+    word: Tensor,
+    position: Tensor | None,
+    type: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    stats: Tensor,
+    key: Tensor | None,
+    p: float,
+    skip: int,
+) -> tuple[Tensor, ...]:
+    dy, weight = dy.contiguous(), weight.contiguous()
+    lookups = [None if chosen is None else chosen.to(torch.int64).contiguous() for chosen in (ids, positions, types)]
+    tables = [None if table is None else table.contiguous() for table in (word, position, type)]
+    dz = torch.empty(dy.shape, dtype=torch.float32)
+    dweight = torch.empty_like(weight)
+    dbias = dy.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+    native.function("stoker_embedding_norm_backward", "ppp ppp pppp pp ll fu iiii i")(
+        *map(native.pointer, lookups),
+        *map(native.pointer, tables),
+        dy.data_ptr(),
+        weight.data_ptr(),
+        stats.data_ptr(),
+        dz.data_ptr(),
+        dweight.data_ptr(),
+        None if bias is None else dbias.data_ptr(),
+        ids.numel(),
+        word.shape[1],
+        p,
+        0 if key is None else key_value(key),
+        native.dtype_code(word.dtype),
+        native.dtype_code(dy.dtype),
+        native.parameter(weight),
+        native.parameter(bias),
+        native.threads(),
+    )
+    grads = [
+        dy.new_empty(0) if table is None or chosen is None else _scatter(dz, chosen, table, none)
+        for chosen, table, none in zip(lookups, tables, (skip, -1, -1), strict=True)
+    ]
+    return *grads, dweight, dbias
+
+
+def _norm_backward_fake(
+    dy: Tensor,
+    ids: Tensor,
+    positions: Tensor | None,
+    types: Tensor | None,
+    word: Tensor,
+    position: Tensor | None,
+    type: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    stats: Tensor,
+    key: Tensor | None,
+    p: float,
+    skip: int,
+) -> tuple[Tensor, ...]:
+    return tuple(
+        dy.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
+        for t in (word, position, type, weight, bias)
+    )
+
+
+_embedding_norm_backward = define(
+    "embedding_norm_backward(Tensor dy, Tensor ids, Tensor? positions, Tensor? types, Tensor word, Tensor? position,"
+    " Tensor? type, Tensor weight, Tensor? bias, Tensor stats, Tensor? key, float p, int skip)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _norm_backward_kernel,
+    _norm_backward_fake,
+)
+_embedding_norm = define(
+    "embedding_norm(Tensor ids, Tensor? positions, Tensor? types, Tensor word, Tensor? position, Tensor? type,"
+    " Tensor weight, Tensor? bias, Tensor? key, float p, float eps, int skip, bool narrow) -> (Tensor, Tensor)",
+    _norm_kernel,
+    _norm_fake,
+    backward=_norm_backward,
+    setup_context=_norm_setup,
+)

@@ -1,0 +1,390 @@
+"""Softmax cross entropy, and the linear layer with cross entropy that never holds the (tokens, vocabulary) matrix.
+
+    loss_i = log(sum_j exp(l_ij)) - l_i,label(i)          l = logits, or x W^T + b
+    dl_ij  = (softmax(l_i)_j - [j = label(i)]) * g_i
+
+Rows whose label is `ignore_index` cost nothing: no loss, no gradient, no product. `cross_entropy` saves the logits and
+two numbers per row. `linear_cross_entropy` works through blocks of labelled rows, and with "mean" or "sum" computes the
+gradients of x, W and b on the way, since they are known but for one factor; those are what it saves. The loss is always
+fp32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.kernels import native
+from stoker.kernels.products import column_sums
+from stoker.kernels.registry import check_device, check_tensor, define, plain, split_rows
+
+__all__ = ["cross_entropy", "linear_cross_entropy"]
+
+REDUCTIONS = ("none", "sum", "mean")
+_NONE, _SUM, _MEAN = range(3)
+
+# The block of logits that is held at a time. Each block adds to the gradient of W, (vocabulary, hidden) numbers read
+# and written, so the block must not be small; at 64 MiB it has about 550 rows of BERT's vocabulary.
+_BLOCK_BYTES = 64 * 1024 * 1024
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
+    """Cross entropy of `logits` (..., classes) with `labels` (...); the mean is over labels that are not ignored."""
+    check_device("cross_entropy", logits=logits, labels=labels)
+    result: Tensor = _cross_entropy(logits, labels, ignore_index, _reduction("cross_entropy", reduction))[0]
+    return result
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """cross_entropy(x @ weight.T + bias, labels) for `x` (..., hidden) and `weight` (classes, hidden).
+
+    With "mean" and "sum" the gradients are handed over in backward, so a second backward through one graph is an error.
+    """
+    check_device("linear_cross_entropy", x=x, weight=weight, bias=bias, labels=labels)
+    how = _reduction("linear_cross_entropy", reduction)
+    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
+    result: Tensor = _linear_cross_entropy(x, weight, bias, labels, ignore_index, how, *needs)[0]
+    return result
+
+
+def _reduction(operator: str, reduction: str) -> int:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{operator}: reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
+    return REDUCTIONS.index(reduction)
+
+
+def _check_labels(operator: str, labels: Tensor, shape: torch.Size) -> Tensor:
+    check_tensor(operator, "labels", labels, shape=shape, dtypes=[torch.int64, torch.int32])
+    return labels.to(torch.int64).contiguous()
+
+
+def _bad_label(operator: str, labels: Tensor, row: int, classes: int, ignore: int) -> IndexError:
+    value = int(labels.reshape(-1)[row])
+    return IndexError(
+        f"{operator}: label {value} at position {row} is not one of the {classes} classes (0 to {classes - 1}), "
+        f"nor the ignore_index {ignore}"
+    )
+
+
+# --- logits given
+
+
+def _kernel(logits: Tensor, labels: Tensor, ignore: int, reduction: int) -> tuple[Tensor, Tensor, Tensor]:
+    check_tensor("cross_entropy", "logits", logits)
+    if not logits.dim() or not logits.shape[-1]:
+        raise ValueError(f"cross_entropy: logits has shape {tuple(logits.shape)}; it must be (..., classes)")
+    labels = _check_labels("cross_entropy", labels, logits.shape[:-1])
+    logits = logits.contiguous()
+    rows, classes = split_rows(logits)
+    losses = torch.empty(labels.shape)
+    stats = torch.empty((2, rows))
+    totals = torch.empty(2, dtype=torch.float64)
+    bad = ctypes.c_int64(-1)
+    native.function("stoker_cross_entropy_forward", "pppppp lll ii")(
+        logits.data_ptr(),
+        labels.data_ptr(),
+        losses.data_ptr(),
+        stats.data_ptr(),
+        totals.data_ptr(),
+        ctypes.addressof(bad),
+        rows,
+        classes,
+        ignore,
+        native.dtype_code(logits.dtype),
+        native.threads(),
+    )
+    if bad.value >= 0:
+        raise _bad_label("cross_entropy", labels, bad.value, classes, ignore)
+    if reduction == _NONE:
+        return losses, stats, totals
+    total = totals[0] / totals[1] if reduction == _MEAN else totals[0]
+    return total.to(torch.float32), stats, totals
+
+
+def _fake(logits: Tensor, labels: Tensor, ignore: int, reduction: int) -> tuple[Tensor, Tensor, Tensor]:
+    loss = logits.new_empty(labels.shape if reduction == _NONE else (), dtype=torch.float32)
+    rows = split_rows(logits)[0]
+    return loss, logits.new_empty((2, rows), dtype=torch.float32), logits.new_empty(2, dtype=torch.float64)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, labels, ctx.ignore, ctx.reduction = inputs
+    _, stats, totals = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(stats, totals)
+    ctx.save_for_backward(logits, labels, stats, totals)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None, None]:
+    if grad is None:
+        return None, None, None, None
+    logits, labels, stats, totals = ctx.saved_tensors
+    scales = grad.to(torch.float64) / totals[1] if ctx.reduction == _MEAN else grad
+    scales = scales.to(torch.float32).expand(labels.shape)
+    return _cross_entropy_backward(logits, labels, stats, scales, ctx.ignore), None, None, None
+
+
+def _backward_kernel(logits: Tensor, labels: Tensor, stats: Tensor, scales: Tensor, ignore: int) -> Tensor:
+    logits, scales = logits.contiguous(), scales.contiguous()
+    labels = labels.to(torch.int64).contiguous()
+    dlogits = torch.empty_like(logits)
+    rows, classes = split_rows(logits)
+    native.function("stoker_cross_entropy_backward", "ppppp lll ii")(
+        logits.data_ptr(),
+        labels.data_ptr(),
+        stats.data_ptr(),
+        scales.data_ptr(),
+        dlogits.data_ptr(),
+        rows,
+        classes,
+        ignore,
+        native.dtype_code(logits.dtype),
+        native.threads(),
+    )
+    return dlogits
+
+
+def _backward_fake(logits: Tensor, labels: Tensor, stats: Tensor, scales: Tensor, ignore: int) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+_cross_entropy_backward = define(
+    "cross_entropy_backward(Tensor logits, Tensor labels, Tensor stats, Tensor scales, int ignore_index) -> Tensor",
+    _backward_kernel,
+    _backward_fake,
+)
+_cross_entropy = define(
+    "cross_entropy(Tensor logits, Tensor labels, int ignore_index, int reduction) -> (Tensor, Tensor, Tensor)",
+    _kernel,
+    _fake,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+
+
+# --- logits = x W^T + b, a block at a time
+
+
+class _Blocks:
+    """Walks over the labelled rows of one call, block by block, and gathers what was asked for."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        ignore: int,
+        needs: tuple[bool, bool, bool],
+    ) -> None:
+        check_tensor("linear_cross_entropy", "x", x)
+        check_tensor("linear_cross_entropy", "weight", weight, shape=[None, x.shape[-1] if x.dim() else 1])
+        classes = weight.shape[0]
+        if bias is not None:
+            check_tensor("linear_cross_entropy", "bias", bias, shape=[classes])
+        labels = _check_labels("linear_cross_entropy", labels, x.shape[:-1]).reshape(-1)
+        self.rows = (labels != ignore).nonzero().reshape(-1)  # those with a label
+        self.labels = labels.index_select(0, self.rows)
+        impossible = (self.labels < 0) | (self.labels >= classes)
+        if impossible.any():
+            row = int(self.rows[impossible.nonzero()[0, 0]])
+            raise _bad_label("linear_cross_entropy", labels, row, classes, ignore)
+        self.x, self.weight, self.bias = x, weight, bias
+        self.flat = x.reshape(-1, x.shape[-1])
+        self.tokens = labels.numel()
+        self.needs = needs
+
+    def run(self, scales: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The loss of each labelled row; with `scales`, the gradients of those losses, also dx, dweight and dbias."""
+        need_x, need_weight, need_bias = self.needs if scales is not None else (False, False, False)
+        classes, hidden = self.weight.shape
+        weight_type = self.weight.dtype
+        bias_type = weight_type if self.bias is None else self.bias.dtype
+        # Without bf16 units torch's bf16 product is a hundred times slower than fp32.
+        weight = self.weight.to(torch.float32)
+        bias = None if self.bias is None else self.bias.to(torch.float32)
+        count = self.rows.numel()
+        losses = torch.empty(count)
+        dx = torch.empty((count, hidden)) if need_x else torch.empty(0)
+        dweight = torch.empty((classes, hidden)) if need_weight else torch.empty(0)
+        dbias = torch.zeros(classes) if need_bias else torch.empty(0)
+        if not count:
+            dweight.zero_()
+        size = max(1, min(count, _BLOCK_BYTES // (4 * max(1, classes))))
+        buffer = torch.empty((size, classes))
+        for start in range(0, count, size):
+            rows = slice(start, min(count, start + size))
+            inputs = self.flat.index_select(0, self.rows[rows]).to(torch.float32)
+            logits = buffer[: inputs.shape[0]]
+            if bias is None:
+                torch.mm(inputs, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, inputs, weight.t(), out=logits)
+            self._losses(logits, rows, losses, scales)
+            if need_x:
+                torch.mm(logits, weight, out=dx[rows])
+            if need_weight:
+                dweight.addmm_(logits.t(), inputs, beta=1 if start else 0)
+            if need_bias:
+                dbias += column_sums(logits)
+        dx = self._spread(dx) if need_x else dx.to(self.x.dtype)
+        return losses, dx, dweight.to(weight_type), dbias.to(bias_type)
+
+    def _spread(self, dx: Tensor) -> Tensor:
+        """Gradients of the labelled rows as gradients of all rows."""
+        if dx.shape[0] == self.tokens:
+            return dx.to(self.x.dtype).view(self.x.shape)
+        full = torch.zeros((self.tokens, dx.shape[1]), dtype=self.x.dtype)
+        return full.index_copy_(0, self.rows, dx.to(self.x.dtype)).view(self.x.shape)
+
+    def _losses(self, logits: Tensor, rows: slice, losses: Tensor, scales: Tensor | None) -> None:
+        native.function("stoker_cross_entropy_block", "pppp ll i")(
+            logits.data_ptr(),
+            self.labels[rows].data_ptr(),
+            None if scales is None else scales[rows].data_ptr(),
+            losses[rows].data_ptr(),
+            logits.shape[0],
+            logits.shape[1],
+            native.threads(),
+        )
+
+
+def _linear_kernel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore: int,
+    reduction: int,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    blocks = _Blocks(x, weight, bias, labels, ignore, (need_x, need_weight, need_bias))
+    count = blocks.rows.numel()
+    scales = None
+    if reduction != _NONE and any(blocks.needs):
+        scales = torch.full((count,), 1.0 / max(1, count) if reduction == _MEAN else 1.0)
+    losses, dx, dweight, dbias = blocks.run(scales)
+    if reduction == _NONE:
+        loss = torch.zeros(blocks.tokens).index_copy_(0, blocks.rows, losses).view(labels.shape)
+    else:
+        loss = losses.sum(dtype=torch.float64)
+        loss = (loss / count if reduction == _MEAN else loss).to(torch.float32)
+    return loss, dx, dweight, dbias
+
+
+def _linear_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore: int,
+    reduction: int,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    in_forward = reduction != _NONE
+    empty = x.new_empty
+    return (
+        empty(() if in_forward else labels.shape, dtype=torch.float32),
+        empty(x.shape if need_x and in_forward else (0,)),
+        empty(weight.shape if need_weight and in_forward else (0,), dtype=weight.dtype),
+        empty(
+            bias.shape if bias is not None and need_bias and in_forward else (0,),
+            dtype=weight.dtype if bias is None else bias.dtype,
+        ),
+    )
+
+
+def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    x, weight, bias, labels, ctx.ignore, ctx.reduction, *ctx.needs = inputs
+    _, dx, dweight, dbias = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(dx, dweight, dbias)
+    ctx.spent = False
+    if ctx.reduction == _NONE:
+        ctx.save_for_backward(x, weight, bias, labels)
+    else:
+        ctx.save_for_backward(dx, dweight, dbias)
+
+
+def _linear_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    no = (None,) * 6
+    if grad is None:
+        return None, None, None, *no
+    if ctx.reduction == _NONE:
+        x, weight, bias, labels = ctx.saved_tensors
+        grads = _linear_cross_entropy_backward(grad, x, weight, bias, labels, ctx.ignore, *ctx.needs)
+    elif plain((grad,)):
+        if ctx.spent:
+            raise RuntimeError(
+                "linear_cross_entropy: a second backward through the same graph; call it again, or use reduction='none'"
+            )
+        ctx.spent = True
+        grads = ctx.saved_tensors
+        factor = float(grad)
+        if factor != 1.0:
+            # In place, for the gradient of W is as large as W: nobody else holds these.
+            grads = tuple(g.detach().mul_(factor) for g in grads)
+    else:
+        grads = tuple(g * grad.to(g.dtype) for g in ctx.saved_tensors)
+    dx, dweight, dbias = (g if need else None for g, need in zip(grads, ctx.needs, strict=True))
+    return dx, dweight, dbias, *no
+
+
+def _linear_backward_kernel(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore: int,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = _Blocks(x, weight, bias, labels, ignore, (need_x, need_weight, need_bias))
+    _, dx, dweight, dbias = blocks.run(grad.reshape(-1).index_select(0, blocks.rows).contiguous())
+    return dx, dweight, dbias
+
+
+def _linear_backward_fake(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore: int,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, ...]:
+    return _linear_fake(x, weight, bias, labels, ignore, _SUM, need_x, need_weight, need_bias)[1:]
+
+
+_linear_cross_entropy_backward = define(
+    "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor labels, int ignore_index,"
+    " bool need_x, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
+    _linear_backward_kernel,
+    _linear_backward_fake,
+)
+_linear_cross_entropy = define(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor labels, int ignore_index, int reduction,"
+    " bool need_x, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+    _linear_kernel,
+    _linear_fake,
+    backward=_linear_backward,
+    setup_context=_linear_setup,
+)
