@@ -10,10 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from stoker.machine import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests share code as `machine.recorded`, `rig`, ...
@@ -65,6 +68,44 @@ def data() -> Path:
     found = find_data()
     assert found is not None, NEEDS["data"][1]
     return found
+
+
+def _memory_directory() -> str | None:
+    """Where thousands of small files cost nothing; None (the usual place) where that is missing or small."""
+    try:
+        return "/dev/shm" if shutil.disk_usage("/dev/shm").free > 1 << 30 and os.access("/dev/shm", os.W_OK) else None
+    except OSError:
+        return None
+
+
+@pytest.fixture
+def tree_path() -> Iterator[Path]:
+    """A temporary directory for the /proc and /sys of a recorded machine, in memory: they are thousands of files."""
+    with tempfile.TemporaryDirectory(prefix="stoker-tree-", dir=_memory_directory()) as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(scope="session")
+def recorded_root() -> Iterator[Callable[[str], Path]]:
+    """Name of a recorded machine -> the root of its tree, laid out once per run; not to be written to."""
+    from machine.recorded.layout import lay_out
+    from machine.recorded.machines import MACHINES
+
+    roots: dict[str, Path] = {}
+    with tempfile.TemporaryDirectory(prefix="stoker-recorded-", dir=_memory_directory()) as directory:
+
+        def root(name: str) -> Path:
+            if name not in roots:
+                roots[name] = lay_out(MACHINES[name](), Path(directory) / name)
+            return roots[name]
+
+        yield root
+
+
+@pytest.fixture(scope="session")
+def recorded(recorded_root: Callable[[str], Path]) -> Callable[[str], Machine]:
+    """Name of a recorded machine -> the machine."""
+    return lambda name: Machine.read(recorded_root(name))
 
 
 @pytest.fixture(scope="session", autouse=True)

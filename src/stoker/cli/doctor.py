@@ -70,15 +70,14 @@ def _look(root: str, *, fresh: bool, measure: bool) -> tuple[Evidence, tuple[str
         measured, note = None, None
         if measure and installed.torch:
             measured = None if fresh else rates.known(machine)
-            disturbed = busy is not None and busy.disturbs
-            if measured is None or (measured.disturbed and not disturbed):
+            quiet = busy is None or not busy.disturbs
+            if measured is None or (measured.disturbed and quiet):
                 left = _SECONDS - (time.perf_counter() - begin)
                 measured = rates.measure(
                     machine,
                     clock=_clock,
                     progress=lambda name: step(f"measuring {name}"),
                     seconds=min(max(left, _RATES_SECONDS[0]), _RATES_SECONDS[1]),
-                    disturbed=disturbed,
                 )
                 note = rates.forgotten_reason(machine, measured)
     evidence = Evidence(machine, installed, measured, busy, dict(os.environ))

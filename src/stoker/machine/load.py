@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from stoker.machine.tree import Tree
 
-__all__ = ["Load", "between", "look", "watch"]
+__all__ = ["Load", "between", "look", "others_during", "watch"]
 
 Ticks = tuple[int, ...]
 
@@ -33,6 +34,22 @@ def watch(seconds: float = 0.2) -> Load | None:
     time.sleep(seconds)
     second = look(tree)
     return between(first, second) if first and second else None
+
+
+def others_during() -> Callable[[], Load | None]:
+    """Starts watching; the function it returns ends that, and gives the load without the work of this process."""
+    tree = Tree("/")
+    first, begin, own = look(tree), time.perf_counter(), time.process_time()
+
+    def end() -> Load | None:
+        second = look(tree)
+        load = between(first, second) if first and second else None
+        if load is None:
+            return None
+        mine = (time.process_time() - own) / max(time.perf_counter() - begin, 1e-9)
+        return replace(load, busy=max(load.busy - mine, 0.0))
+
+    return end
 
 
 def look(tree: Tree) -> tuple[Ticks, int] | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from stoker.machine import cache_directory
+from stoker.machine import cache_directory, load
 from stoker.machine.facts import Machine
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ STEPS = ("fp32, one thread", "fp32, all threads", "bf16, one thread", "bf16, all
 
 _FORMAT = 1  # raised when the meaning of a stored figure changes
 _SMALLEST, _LARGEST = 128, 4096  # matrix sizes: 2 ms at the 2 GFLOP/s of emulated bf16, 200 MB at the other end
-_RUN_SECONDS = 0.06  # a product of this length hides start-up, and gives a dozen trials within a step
+_LONGEST = 0.25  # of a step's time for one product: long enough to outlast a busy scheduler, short enough to try again
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,7 @@ def forgotten_reason(machine: Machine, rates: Rates) -> str | None:
 
 
 def measure(
-    machine: Machine,
-    *,
-    clock: Clock | None = None,
-    progress: Progress | None = None,
-    seconds: float = 6.0,
-    disturbed: bool = False,
+    machine: Machine, *, clock: Clock | None = None, progress: Progress | None = None, seconds: float = 6.0
 ) -> Rates:
     """Measures in at most about `seconds`, with torch's own products. Leaves torch's thread count as it was."""
     import torch
@@ -117,6 +112,7 @@ def measure(
     end = begin + seconds
     threads, before = machine.usable_threads, torch.get_num_threads()
     say = progress or (lambda step: None)
+    others = load.others_during()
     found: dict[str, float] = {}
     clocks: dict[int, float] = {}
     plan = (
@@ -148,7 +144,7 @@ def measure(
         torch=str(torch.__version__),
         measured=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         seconds=round(time.perf_counter() - begin, 2),
-        disturbed=disturbed,
+        disturbed=(watched := others()) is not None and watched.disturbs,
     )
 
 
@@ -178,7 +174,7 @@ def _product_gflops(dtype: torch.dtype, seconds: float) -> float:
         trials += 1
         shortest = min(shortest, taken)
         # Twice the size is eight times the work.
-        if 8 * shortest < 2 * _RUN_SECONDS and size < _LARGEST:
+        if 8 * shortest < _LONGEST * seconds and size < _LARGEST:
             size *= 2
     return best
 

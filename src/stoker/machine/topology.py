@@ -78,24 +78,23 @@ def read_cpus(tree: Tree, processors: list[Processor], nodes: tuple[Node, ...]) 
     numbers = tree.cpu_list(f"{_CPU}/online") or tuple(sorted(from_cpuinfo)) or _count_of_last_resort(tree)
     node_of = {cpu: node.number for node in nodes for cpu in node.cpus}
     slow = _efficiency_cpus(tree, numbers)
-    cpus = []
+    places: dict[int, tuple[tuple[int, ...], int]] = {}
     for number in numbers:
-        fields = from_cpuinfo.get(number, {})
-        siblings = _siblings(tree, number, fields, from_cpuinfo)
-        socket = tree.number(f"{_CPU}/cpu{number}/topology/physical_package_id")
-        if socket is None:
-            socket = int(fields["physical id"]) if fields.get("physical id", "").isdigit() else 0
-        cpus.append(
-            Cpu(
-                number=number,
-                core=siblings[0],
-                socket=max(socket, 0),  # -1 where the firmware says nothing
-                node=node_of.get(number, 0),
-                kind="efficiency" if number in slow else "performance",
-                siblings=siblings,
-            )
+        if number not in places:  # a sibling has not been here before
+            siblings = _siblings(tree, number, from_cpuinfo)
+            socket = _socket(tree, number, from_cpuinfo.get(number, {}))
+            places.update((sibling, (siblings, socket)) for sibling in siblings)
+    return tuple(
+        Cpu(
+            number=number,
+            core=places[number][0][0],
+            socket=places[number][1],
+            node=node_of.get(number, 0),
+            kind="efficiency" if number in slow else "performance",
+            siblings=places[number][0],
         )
-    return tuple(cpus)
+        for number in numbers
+    )
 
 
 def _count_of_last_resort(tree: Tree) -> tuple[int, ...]:
@@ -106,7 +105,15 @@ def _count_of_last_resort(tree: Tree) -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def _siblings(tree: Tree, number: int, fields: Processor, others: dict[int, Processor]) -> tuple[int, ...]:
+def _socket(tree: Tree, number: int, fields: Processor) -> int:
+    socket = tree.number(f"{_CPU}/cpu{number}/topology/physical_package_id")
+    if socket is None:
+        socket = int(fields["physical id"]) if fields.get("physical id", "").isdigit() else 0
+    return max(socket, 0)  # -1 where the firmware says nothing
+
+
+def _siblings(tree: Tree, number: int, others: dict[int, Processor]) -> tuple[int, ...]:
+    fields = others.get(number, {})
     topology = f"{_CPU}/cpu{number}/topology"
     listed = tree.cpu_list(f"{topology}/thread_siblings_list") or tree.cpu_list(f"{topology}/core_cpus_list")
     if listed and number in listed:
@@ -121,6 +128,8 @@ def _efficiency_cpus(tree: Tree, numbers: tuple[int, ...]) -> frozenset[int]:
     fast = tree.cpu_list("/sys/devices/cpu_core/cpus")
     if fast:  # Intel's hybrid CPUs: cpu_atom, and cpu_lowpower on the newest, are the others
         return frozenset(numbers) - frozenset(fast)
+    if tree.number(f"{_CPU}/cpu{next(iter(numbers), 0)}/cpu_capacity") is None:
+        return frozenset()
     capacities = {n: tree.number(f"{_CPU}/cpu{n}/cpu_capacity") for n in numbers}
     known = {n: capacity for n, capacity in capacities.items() if capacity}
     highest = max(known.values(), default=0)
@@ -172,25 +181,31 @@ def meminfo(tree: Tree) -> dict[str, int]:
 
 
 def read_caches(tree: Tree, cpus: tuple[Cpu, ...]) -> tuple[Cache, ...]:
-    """Each cache once. CPUs that share a cache already read are skipped, which saves thousands of files."""
+    """Each cache once.
+
+    CPUs that share a cache already read are skipped, and caches of equal cores that are shared by equally many CPUs are
+    equally large: both save thousands of files on a large machine.
+    """
     caches: list[Cache] = []
     covered: set[tuple[str, int]] = set()
+    known: dict[tuple[str, str, int], Cache] = {}
     for cpu in cpus:
-        where = f"{_CPU}/cpu{cpu.number}/cache"
         for index in ("index0", "index1", "index2", "index3", "index4"):
             if (index, cpu.number) in covered:
                 continue
-            level = tree.number(f"{where}/{index}/level")
-            if level is None:
+            where = f"{_CPU}/cpu{cpu.number}/cache/{index}"
+            shared = tree.cpu_list(f"{where}/shared_cpu_list")
+            if shared is None:
                 break
-            shared = tree.cpu_list(f"{where}/{index}/shared_cpu_list") or (cpu.number,)
+            shared = shared or (cpu.number,)
             covered.update((index, number) for number in shared)
-            caches.append(
-                Cache(
-                    level=level,
-                    kind=(tree.text(f"{where}/{index}/type") or "unknown").lower(),
-                    size=parse_size(tree.text(f"{where}/{index}/size")),
+            alike = (index, cpu.kind, len(shared))
+            if alike not in known:
+                known[alike] = Cache(
+                    level=tree.number(f"{where}/level") or 0,
+                    kind=(tree.text(f"{where}/type") or "unknown").lower(),
+                    size=parse_size(tree.text(f"{where}/size")),
                     cpus=shared,
                 )
-            )
+            caches.append(replace(known[alike], cpus=shared))
     return tuple(sorted(caches, key=lambda cache: (cache.level, cache.kind, cache.cpus)))

@@ -24,11 +24,20 @@ class Tree:
 
     def text(self, path: str) -> str | None:
         """The contents of the file at the absolute `path`, without surrounding white space."""
+        # os.open rather than open: a large machine has thousands of these files, and this takes a third of the time.
         try:
-            with open(self._prefix + path, "rb", buffering=0) as file:
-                return file.read().decode("utf-8", "replace").strip()
+            handle = os.open(self._prefix + path, os.O_RDONLY | os.O_CLOEXEC)
         except (OSError, ValueError):
             return None
+        try:
+            pieces = []
+            while piece := os.read(handle, 1 << 16):
+                pieces.append(piece)
+        except OSError:
+            return None
+        finally:
+            os.close(handle)
+        return b"".join(pieces).decode("utf-8", "replace").strip()
 
     def number(self, path: str) -> int | None:
         try:

@@ -1,0 +1,45 @@
+"""`stoker selftest` passes where the native library works, and fails with a sentence where it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stoker.cli import main
+
+
+def test_it_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["ok"] * 3
+
+
+def test_a_level_that_this_cpu_lacks_fails_with_the_reason() -> None:
+    environment = {**os.environ, "STOKER_ISA": "z80"}
+    command = [sys.executable, "-m", "stoker", "selftest"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert "z80" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_library_that_is_no_library_fails_with_the_reason(tmp_path: Path) -> None:
+    for level in ("baseline", "avx2", "avx512"):
+        (tmp_path / f"libstoker-{level}.so").write_bytes(b"not a library")
+    environment = {**os.environ, "STOKER_NATIVE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "stoker", "selftest"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert "native library" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_the_measured_clock_is_one_a_cpu_can_have() -> None:
+    from stoker.cli.doctor import _clock
+
+    ghz = _clock(1)
+    assert ghz is None or 0.3 < ghz < 8.0

@@ -1,0 +1,85 @@
+"""Launchers are told apart by what they answer, and this environment is seen as it is."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from stoker.machine.launchers import find_launchers, recognise
+from stoker.machine.software import read_software
+
+INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260215 (id: 1a2b3c)\nCopyright 2003-2026\n"
+MPICH = (
+    "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date:   Mon Feb  2 2026\n"
+)
+OPEN_4 = "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
+OPEN_5 = "mpirun (Open MPI) 5.0.11rc1\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "version"),
+    [
+        (INTEL, "Intel MPI", "2021.18"),
+        (MPICH, "MPICH", "5.0.2"),
+        (OPEN_4, "Open MPI", "4.1.4"),
+        (OPEN_5, "Open MPI", "5.0.11rc1"),
+        ("slurm 23.02.1\n", "Slurm", "23.02.1"),
+        ("slurm-wlm 22.05.8\n", "Slurm", "22.05.8"),
+        ("something else 3.0\n", "unknown", None),
+        ("", "unknown", None),
+    ],
+)
+def test_launchers_are_told_apart_by_their_answer(answer: str, kind: str, version: str | None) -> None:
+    assert recognise(answer) == (kind, version)
+
+
+def _program(directory: Path, name: str, body: str) -> Path:
+    file = directory / name
+    file.write_text(f"#!/bin/sh\n{body}\n")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return file
+
+
+def test_launchers_are_found_on_the_path_and_asked(tmp_path: Path) -> None:
+    mpirun = _program(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    (tmp_path / "mpiexec").symlink_to(mpirun)
+    _program(tmp_path, "srun", "exit 7")
+    found = {launcher.program: launcher for launcher in find_launchers(str(tmp_path))}
+    assert (found["mpirun"].kind, found["mpirun"].version) == ("Open MPI", "4.1.4")
+    assert "mpiexec" not in found  # the same program by another name
+    assert found["srun"].kind == "unknown"
+
+
+def test_a_launcher_that_never_answers_does_not_hold_up_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.machine.launchers._SECONDS", 0.2)
+    _program(tmp_path, "mpirun", "exec sleep 60")
+    found = [launcher for launcher in find_launchers(str(tmp_path)) if launcher.program == "mpirun"]
+    assert found[0].kind == "unknown"
+
+
+def test_this_environment_is_seen_as_it_is() -> None:
+    import torch
+
+    found = read_software()
+    assert found.torch is not None
+    assert found.torch.version == torch.__version__
+    assert found.versions["numpy"] == metadata.version("numpy")
+    assert "gloo" in found.torch.backends
+    assert len(found.openmp) == 1
+    assert os.path.exists(found.openmp[0])
+
+
+def test_looking_at_versions_imports_nothing_but_torch() -> None:
+    code = (
+        "import sys\nfrom stoker.machine.software import read_software\nread_software()\n"
+        "sys.exit('transformers' in sys.modules or 'accelerate' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

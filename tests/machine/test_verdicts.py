@@ -1,0 +1,125 @@
+"""Verdicts on software, load and measured rates: each names the trouble and the one thing to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from stoker.machine import Machine
+from stoker.machine.load import Load, between
+from stoker.machine.rates import Rates
+from stoker.machine.software import Software, Torch
+from stoker.machine.verdicts import Evidence, Verdict, verdicts
+from stoker.machine.version_pairs import find_bad_pairs, release
+
+Recorded = Callable[[str], Machine]
+
+TORCH = Torch("2.13.0+cpu", "AVX512", "mkl", "3.12.0", "GCC 13.3", None, 80, ("gloo",))
+SOFTWARE = Software("3.11.7", {"torch": "2.13.0+cpu"}, TORCH, None, ("/torch/libgomp.so.1",), (), ())
+RATES = Rates(80, 120.0, 4000.0, 60.0, 90.0, 12.0, 300.0, 3.0, 2.8, "2.13.0+cpu", "2026-01-01T00:00:00Z", 6.0, False)
+
+
+def judge(machine: Machine, **evidence: object) -> dict[str, Verdict]:
+    found = verdicts(Evidence(machine, **evidence))  # type: ignore[arg-type]
+    return {verdict.subject: verdict for verdict in found}
+
+
+def test_a_good_machine_gets_no_warning(recorded: Recorded) -> None:
+    found = judge(recorded("ice_lake"), software=SOFTWARE, rates=RATES, load=Load(0.1, 0.0, 160), environment={})
+    assert {verdict.level for verdict in found.values()} == {"good"}
+
+
+def test_two_openmp_runtimes_are_a_warning(recorded: Recorded) -> None:
+    software = replace(SOFTWARE, openmp=("/torch/libgomp.so.1", "/opt/libiomp5.so"))
+    assert "/opt/libiomp5.so" in judge(recorded("ice_lake"), software=software)["OpenMP"].text
+
+
+def test_more_threads_than_cores_are_a_warning(recorded: Recorded) -> None:
+    found = judge(
+        recorded("container"), software=replace(SOFTWARE, torch=replace(TORCH, threads=64, capability="AVX2"))
+    )
+    assert "64 threads where 3 can run" in found["oversubscription"].text
+    assert found["oversubscription"].action == "Run with OMP_NUM_THREADS=3."
+
+
+def test_one_thread_on_many_cores_is_a_warning(recorded: Recorded) -> None:
+    software = replace(SOFTWARE, torch=replace(TORCH, threads=1))
+    assert "1 of 80 cores" in judge(recorded("ice_lake"), software=software)["threads"].text
+
+
+def test_a_torch_that_does_not_import_is_told(recorded: Recorded) -> None:
+    software = replace(SOFTWARE, torch=None, torch_error="libtorch_cpu.so: cannot open shared object file")
+    assert "libtorch_cpu.so" in judge(recorded("ice_lake"), software=software)["torch"].text
+
+
+def test_a_torch_held_below_the_cpu_is_told(recorded: Recorded) -> None:
+    software = replace(SOFTWARE, torch=replace(TORCH, capability="DEFAULT"))
+    assert "AVX512" in judge(recorded("ice_lake"), software=software)["torch"].text
+
+
+def test_bf16_units_that_torch_does_not_reach_are_told(recorded: Recorded) -> None:
+    found = judge(recorded("genoa"), rates=RATES)["precision"]
+    assert found.level == "warning"
+    assert "bf16 90, fp32 4,000" in found.text
+    fast = judge(recorded("genoa"), rates=replace(RATES, bf16_all=9000.0))["precision"]
+    assert (fast.level, fast.action) == ("good", "Use bf16.")
+
+
+def test_load_and_stolen_time_are_told(recorded: Recorded) -> None:
+    found = judge(recorded("ice_lake"), load=Load(busy=90.0, stolen=30.0, cpus=160))
+    assert "90.0 of 160" in found["load"].text
+    assert "30.0 of 160" in found["stolen time"].text
+
+
+def test_load_is_the_difference_of_two_looks() -> None:
+    #         user nice system idle iowait irq softirq steal
+    first = ((100, 0, 50, 1000, 10, 0, 0, 0), 4)
+    second = ((130, 0, 60, 1040, 10, 0, 0, 20), 4)
+    found = between(first, second)
+    assert found == Load(busy=4 * 40 / 100, stolen=4 * 20 / 100, cpus=4)
+    assert between(first, first) is None
+
+
+def test_a_crashing_debug_setting_is_told_for_the_version_it_crashes(recorded: Recorded) -> None:
+    environment = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    machine = recorded("ice_lake")
+    assert "environment" in judge(machine, software=SOFTWARE, environment=environment)
+    other = replace(SOFTWARE, versions={"torch": "2.12.1"})
+    assert "environment" not in judge(machine, software=other, environment=environment)
+
+
+@pytest.mark.parametrize(
+    ("versions", "install"),
+    [
+        ({"intel_extension_for_pytorch": "2.8.0", "torch": "2.13.0+cpu"}, "pip uninstall intel_extension_for_pytorch"),
+        ({"oneccl_bind_pt": "2.8.0+cpu", "torch": "2.13.0"}, "pip uninstall oneccl_bind_pt"),
+        ({"impi-rt": "2021.19.0"}, "pip install impi-rt==2021.18.1"),
+        ({"oneccl": "2022.2.0"}, "pip install oneccl-devel==2021.13.1"),
+        ({"transformers": "5.22.2", "accelerate": "0.34.2"}, "pip install --upgrade accelerate"),
+        ({"torch": "2.2.2", "numpy": "2.0.0"}, "pip install --upgrade torch"),
+    ],
+)
+def test_versions_that_clash_say_what_to_install(versions: dict[str, str], install: str, recorded: Recorded) -> None:
+    found = judge(recorded("ice_lake"), software=replace(SOFTWARE, versions=versions))["versions"]
+    assert found.action == install
+    assert all(version in found.text for version in versions.values())
+
+
+def test_versions_that_fit_bring_nothing() -> None:
+    good = {
+        "intel_extension_for_pytorch": "2.8.0",
+        "torch": "2.8.1",
+        "impi-rt": "2021.18.1",
+        "transformers": "5.22.2",
+        "accelerate": "1.15.0",
+        "numpy": "2.4.6",
+    }
+    assert find_bad_pairs(good) == []
+
+
+def test_releases_are_compared_by_number() -> None:
+    assert release("2.13.0+cpu") == (2, 13, 0)
+    assert release("2.13.0") > release("2.8.1")
+    assert release("unknown") == ()

@@ -1,0 +1,73 @@
+"""The package: one wheel for every Python, a native build that knows neither torch nor Python, one version number."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import stoker
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
+
+
+@pytest.fixture(scope="module")
+def installed() -> metadata.Distribution:
+    return metadata.distribution("stoker")
+
+
+def test_the_wheel_is_for_every_python_on_this_platform(installed: metadata.Distribution) -> None:
+    tags = re.findall(r"^Tag: (.*)$", installed.read_text("WHEEL") or "", re.M)
+    assert tags
+    assert all(re.fullmatch(r"py3-none-(many)?linux\w*", tag) for tag in tags), tags
+
+
+def test_the_wheel_carries_the_native_library_and_the_types(installed: metadata.Distribution) -> None:
+    names = {str(file) for file in installed.files or ()}
+    assert "stoker/_native/libstoker-baseline.so" in names
+    assert "stoker/py.typed" in names
+    assert not [name for name in names if name.startswith(("tests", "csrc", "docs"))]
+
+
+def test_the_package_asks_for_torch_without_choosing_one(installed: metadata.Distribution) -> None:
+    requirements = [line for line in installed.requires or () if re.match(r"torch\b", line)]
+    assert requirements == ["torch>=2.6"]
+
+
+def test_all_version_numbers_are_one() -> None:
+    declared = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert declared is not None
+    assert declared[1] == stoker.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {stoker.__version__.partition('.dev')[0]}" in changes
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_the_native_sources_include_neither_torch_nor_python(source: Path) -> None:
+    command = ["c++", "-std=gnu++17", "-fopenmp", "-I", str(ROOT / "csrc"), "-M", str(source)]
+    headers = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    foreign = [name for name in headers if re.search(r"torch|ATen|c10|Python\.h|pybind", name)]
+    assert foreign == []
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
+def test_the_native_library_links_to_system_libraries_only(installed: metadata.Distribution) -> None:
+    library = Path(str(installed.locate_file("stoker/_native/libstoker-baseline.so")))
+    answer = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", answer)
+    assert any(name.startswith(("libgomp", "libomp", "libiomp")) for name in needed)
+    allowed = re.compile(r"(libgomp|libomp|libiomp5|libstdc\+\+|libc\+\+|libm|libgcc_s|libc|libpthread|ld-linux)\b.*")
+    assert [name for name in needed if not allowed.match(name)] == []
+
+
+def test_importing_stoker_imports_little() -> None:
+    code = "import sys; before = set(sys.modules); import stoker; print(len(set(sys.modules) - before))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(answer) < 40
