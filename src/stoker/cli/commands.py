@@ -20,4 +20,6 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("doctor", "Know your machine", "what this computer can do, and what holds it back", "stoker.cli.doctor"),
     Command("selftest", "Know your machine", "check that the native library works here", "stoker.cli.selftest"),
+    Command("config", "Launch", "answer a few questions once, and launch by them", "stoker.cli.config"),
+    Command("launch", "Launch", "run a script on the CPUs of this machine, or of many", "stoker.cli.launch"),
 )

@@ -1,0 +1,117 @@
+"""Imports that no longer exist: intel_extension_for_pytorch, oneccl_bindings_for_pytorch, torch_ccl.
+
+Where the real package is installed, Python finds that one and nothing here is used: the finder stands last in the line.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from stoker import __version__
+from stoker.errors import UserError
+
+__all__ = ["RetiredImports", "install"]
+
+Say = Callable[[str], None]
+
+
+class RetiredImports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the retired names, and fills their modules with what Stoker has for them."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _CONTENTS:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, origin="stoker.hf.imports", is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__version__ = f"0+stoker.{__version__}"  # type: ignore[attr-defined]
+        _CONTENTS[module.__name__](module, self._say)
+
+
+def install(say: Say) -> RetiredImports:
+    """Stands last, so that it is asked only for what nobody else has."""
+    finder = RetiredImports(say)
+    sys.meta_path.append(finder)
+    return finder
+
+
+def _ipex(module: ModuleType, say: Say) -> None:
+    import stoker
+
+    def optimize(
+        model: Any, dtype: Any = None, optimizer: Any = None, level: str = "O1", inplace: bool = False, **rest: Any
+    ) -> Any:
+        """ipex.optimize: stoker.optimize with the old order of arguments."""
+        # What IPEX only took for inference and quantisation has no meaning here; its None is not worth a line.
+        rest = {name: value for name, value in rest.items() if value is not None}
+        if not inplace:
+            import copy
+
+            if optimizer is None:
+                model = copy.deepcopy(model)
+        return stoker.optimize(model, optimizer, dtype, level=level, **rest)
+
+    def get_fp32_math_mode(device: str = "cpu") -> str:
+        return "FP32"
+
+    module.optimize = optimize  # type: ignore[attr-defined]
+    module.set_fp32_math_mode = lambda *args, **rest: say(  # type: ignore[attr-defined]
+        "ipex.set_fp32_math_mode: arithmetic stays fp32; ask for bf16 with dtype=torch.bfloat16"
+    )
+    module.get_fp32_math_mode = get_fp32_math_mode  # type: ignore[attr-defined]
+    module.enable_onednn_fusion = lambda enabled=True: say(  # type: ignore[attr-defined]
+        "ipex.enable_onednn_fusion: stoker.optimize fuses by itself"
+    )
+    module.__getattr__ = _missing("intel_extension_for_pytorch")  # type: ignore[attr-defined]
+    say("import intel_extension_for_pytorch: it is discontinued; ipex.optimize is stoker.optimize now")
+
+
+def _ipex_cpu(module: ModuleType, say: Say) -> None:
+    module.__getattr__ = _missing("intel_extension_for_pytorch.cpu")  # type: ignore[attr-defined]
+
+
+def _ipex_launch(module: ModuleType, say: Say) -> None:
+    raise UserError(
+        "ipexrun and intel_extension_for_pytorch.cpu.launch are discontinued; use `stoker launch [options] script.py ...`, "
+        "which takes the same options (--ninstances, --ncores-per-instance, --nodes-list, --log-dir, ...)"
+    )
+
+
+def _ccl(module: ModuleType, say: Say) -> None:
+    from stoker.hf.backend import alias_ccl
+
+    note = alias_ccl()
+    say(f"import {module.__name__}: it is discontinued; {note or 'the backend ccl is Stoker’s own'}")
+
+
+def _missing(package: str) -> Callable[[str], Any]:
+    def missing(name: str) -> Any:
+        if name == "launch":
+            _ipex_launch(ModuleType(name), lambda line: None)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{package}.{name} is gone with Intel Extension for PyTorch; Stoker has `optimize` and `stoker launch` of it, "
+            "see docs/coming-from-ipex.md"
+        )
+
+    return missing
+
+
+_CONTENTS: dict[str, Callable[[ModuleType, Say], None]] = {
+    "intel_extension_for_pytorch": _ipex,
+    "intel_extension_for_pytorch.cpu": _ipex_cpu,
+    "intel_extension_for_pytorch.cpu.launch": _ipex_launch,
+    "oneccl_bindings_for_pytorch": _ccl,
+    "torch_ccl": _ccl,
+}

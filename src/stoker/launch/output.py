@@ -1,0 +1,162 @@
+"""The output of one rank: a prefix before each line, a copy in the rank's file, progress bars of rank 0 only.
+
+A small process of its own reads the rank's pipes, so that nothing is lost when the rank crashes. It ends when the rank
+has ended; it is no child of the rank, which must be free to wait for all of its children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO, cast
+
+__all__ = ["Lines", "attach"]
+
+_IDLE = 0.1
+_PATIENCE = 2.0  # after the rank's end, for what its own children still write
+
+
+class Lines:
+    """Cuts a stream into what goes to the screen: whole lines with a prefix; progress only if `progress` is wanted."""
+
+    def __init__(self, prefix: bytes, progress: bool) -> None:
+        self._prefix = prefix
+        self._progress = progress
+        self._rest = b""
+        self._bar = False
+        """Whether what is in `_rest` follows a carriage return."""
+
+    def feed(self, data: bytes) -> bytes:
+        shown = []
+        self._rest += data
+        while self._rest:
+            ends = [i for i in (self._rest.find(b"\n"), self._rest.find(b"\r")) if i >= 0]
+            if not ends:
+                break
+            end = min(ends)
+            if self._rest[end : end + 1] == b"\r" and end + 1 == len(self._rest):
+                break  # a line feed may follow: then it is a line end of the other kind
+            line = self._rest[end : end + 1] == b"\n" or self._rest[end : end + 2] == b"\r\n"
+            size = 2 if self._rest[end : end + 2] == b"\r\n" else 1
+            piece, self._rest = self._rest[:end], self._rest[end + size :]
+            shown.append(self._piece(piece, line))
+            self._bar = not line
+        return b"".join(shown)
+
+    def pause(self) -> bytes:
+        """What can be shown when nothing more comes for a while: a progress bar that waits for its next state."""
+        if self._bar and self._progress and self._rest and not self._rest.endswith(b"\r"):
+            shown, self._rest = b"\r" + self._rest, b""
+            return shown
+        return b""
+
+    def end(self) -> bytes:
+        rest, self._rest = self._rest, b""
+        return self._piece(rest, True) if rest else b""
+
+    def _piece(self, piece: bytes, line: bool) -> bytes:
+        if self._bar:
+            return b"\r" + piece + b"\n" * line if self._progress else b""
+        if not line:
+            return b"\r" + piece if self._progress and piece else b""
+        return self._prefix + piece + b"\n"
+
+
+def attach(prefix: str, log: Path | None, *, progress: bool, fresh: bool = True, busy: Path | None = None) -> int:
+    """From now on, what this process writes goes through the forwarder. `busy` is a file that exists while it works.
+
+    Returns a descriptor of the error stream as it was, past the forwarder.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = None
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = cast(BinaryIO, open(log, "wb" if fresh else "ab", buffering=0))  # noqa: SIM115
+    if busy is not None:
+        busy.touch()
+    out, err, rank = os.pipe(), os.pipe(), os.getpid()
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            _forward(out, err, rank, file, prefix.encode(), progress, busy)
+        os._exit(0)
+    os.waitpid(child, 0)
+    before = os.dup(2)
+    os.dup2(out[1], 1)
+    os.dup2(err[1], 2)
+    for descriptor in (*out, *err):
+        os.close(descriptor)
+    if file is not None:
+        file.close()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+    return before
+
+
+def _forward(
+    out: tuple[int, int],
+    err: tuple[int, int],
+    rank: int,
+    file: BinaryIO | None,
+    prefix: bytes,
+    progress: bool,
+    busy: Path | None,
+) -> None:
+    try:
+        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
+            signal.signal(name, signal.SIG_IGN)
+        for descriptor in (out[1], err[1]):
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)  # a kill of the rank's process group must not cut off its last words
+        end = None
+        with contextlib.suppress(OSError, AttributeError):  # kernels before 5.3
+            end = os.pidfd_open(rank)
+        _pump({out[0]: 1, err[0]: 2}, end, file, prefix, progress)
+    finally:
+        if busy is not None:
+            with contextlib.suppress(OSError):
+                busy.unlink()
+        os._exit(0)
+
+
+def _pump(sources: dict[int, int], end: int | None, file: BinaryIO | None, prefix: bytes, progress: bool) -> None:
+    lines = {source: Lines(prefix, progress) for source in sources}
+    ended: float | None = None
+    while sources:
+        watched = [*sources, end] if ended is None and end is not None else list(sources)
+        ready = select.select(watched, [], [], _IDLE)[0]
+        if end in ready:
+            ended = time.monotonic()
+        for source in list(sources):
+            if source not in ready:
+                _show(sources[source], lines[source].pause())
+                continue
+            data = os.read(source, 65536)
+            if file is not None and data:
+                with contextlib.suppress(OSError):  # a full disk must not end the training
+                    file.write(data)
+            _show(sources[source], lines[source].feed(data) if data else lines[source].end())
+            if not data:
+                del sources[source]
+        if ended is not None and not ready and time.monotonic() - ended > _PATIENCE:
+            break  # something the rank started holds the pipe and says nothing
+    for source, target in sources.items():
+        _show(target, lines[source].end())
+
+
+def _show(target: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except InterruptedError:
+            continue
+        except OSError:  # nobody reads any more; the file goes on
+            return

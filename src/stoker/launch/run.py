@@ -1,0 +1,204 @@
+"""`python -m stoker.launch.run SETTINGS SCRIPT [ARGUMENTS]`: one rank, from the inside.
+
+It finds its rank, takes its place on the machine, sets the variables that torch, transformers and accelerate read,
+installs the compatibility layer, and then runs the script as Python would. The launchers start this; people type
+`stoker launch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from stoker.errors import UserError
+from stoker.launch import allocators, binding, exchange, output
+from stoker.launch.environment import Rank, discover
+from stoker.launch.settings import Settings
+from stoker.machine import Machine
+
+__all__ = ["FAILURE_MARK", "main"]
+
+FAILURE_MARK = "\x1estoker-failure "
+"""Begins a line on stderr that the launcher keeps for the end instead of showing it."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(arguments: list[str]) -> NoReturn:
+    settings, script, rest = Settings.from_word(arguments[0]), arguments[1], arguments[2:]
+    rank: Rank | None = None
+    screen = 2
+    try:
+        os.environ.update(settings.environment)
+        allocators.preload(settings.allocator, [sys.executable, "-m", "stoker.launch.run", *arguments])
+        rank = discover(os.environ)
+        if settings.several and rank is None:
+            raise UserError(
+                "this rank was started without the variables of its launcher; `stoker launch --dry-run` shows them"
+            )
+        screen = _prepare(settings, rank)
+    except UserError as error:
+        print(f"stoker: {error}", file=sys.stderr)
+        _end(settings, rank, 2, f"stoker: {error}\n", screen)
+    _run(settings, rank, script, rest, screen)
+
+
+def _prepare(settings: Settings, rank: Rank | None) -> int:
+    """Everything before the script; returns the descriptor that leads to the screen."""
+    if rank is not None and rank.size > 1:
+        _die_with_parent()
+    _join(settings, rank)
+    screen = _attach_output(settings, rank)
+    _take_place(settings, rank)
+    os.environ.update(settings.accelerate_variables())
+    if rank is not None and rank.size == rank.local_size and rank.size > 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: gloo listens nowhere else
+    if settings.compat:
+        from stoker.hf import compat
+
+        compat.install(
+            optimise=settings.ipex is not False, backend=settings.backend, first=rank is None or rank.rank == 0
+        )
+    return screen
+
+
+def _die_with_parent() -> None:
+    """A launcher that is killed without a chance to clean up takes its ranks along."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _join(settings: Settings, rank: Rank | None) -> None:
+    if rank is None or rank.exchange == "given":  # torchrun has set everything
+        return
+    address, port = settings.master or exchange.agree(rank, os.environ)
+    if settings.master and rank.exchange == "pmi":
+        exchange.agree(rank, {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": str(port)})
+    os.environ.update(
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+        RANK=str(rank.rank),
+        WORLD_SIZE=str(rank.size),
+        LOCAL_RANK=str(rank.local_rank),
+        LOCAL_WORLD_SIZE=str(rank.local_size),
+    )
+
+
+def _attach_output(settings: Settings, rank: Rank | None) -> int:
+    number = rank.rank if rank else 0
+    several = rank is not None and rank.size > 1
+    log = Path(settings.log_dir) / f"rank_{number}.log" if settings.log_dir else None
+    if log is None and not (several and settings.prefix):
+        return 2
+    report = Path(settings.report) if settings.report and settings.report != "stderr" else None
+    return output.attach(
+        f"[{number}] " if several and settings.prefix else "",
+        log,
+        progress=number == 0,
+        fresh=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0",
+        busy=report / f"speaking.{number}" if report else None,
+    )
+
+
+def _take_place(settings: Settings, rank: Rank | None) -> None:
+    local_rank, local_size = (rank.local_rank, rank.local_size) if rank else (0, 1)
+    if rank is not None and rank.launcher == "Slurm":
+        local_rank, local_size = 0, 1  # Slurm gives each task its own mask
+    elif settings.bind == "auto" and rank is not None and rank.launcher not in ("torchrun",):
+        _widen_to_parent()
+    placement, note = binding.choose(settings, Machine.read(), local_rank, local_size, os.environ)
+    if placement is None:
+        return
+    os.environ.update(binding.thread_variables(placement))
+    notes = [note] * bool(note) + binding.bind(placement)
+    if rank is None or rank.rank == 0:
+        for line in notes:
+            print(f"stoker: {line}", file=sys.stderr)
+
+
+def _widen_to_parent() -> None:
+    """mpirun pins by rules of its own (Open MPI: one core for two ranks); its daemon's mask is what the job may use."""
+    with contextlib.suppress(OSError, AttributeError):
+        if not any(name in os.environ for name in binding.PINNED_BY_HAND):
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+
+
+def _run(settings: Settings, rank: Rank | None, script: str, rest: list[str], screen: int) -> NoReturn:
+    sys.argv = [script, *rest]
+    try:
+        if settings.module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+        if stop.code is not None and not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
+        _end(settings, rank, code, "" if isinstance(stop.code, int) else str(stop.code), screen)
+    except KeyboardInterrupt:
+        print("stoker: interrupted", file=sys.stderr)
+        _end(settings, rank, 130, None, screen)
+    except BaseException as error:
+        text = _traceback(error)
+        sys.stderr.write(text)
+        _end(settings, rank, 1, text, screen)
+    _end(settings, rank, 0, None, screen)
+
+
+def _traceback(error: BaseException) -> str:
+    """Python's own, without the frames above the script."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename in _ABOVE:
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame or error.__traceback__))
+
+
+_ABOVE = {__file__, "<frozen runpy>", runpy.__file__}
+
+
+def _end(settings: Settings, rank: Rank | None, code: int, text: str | None, screen: int) -> NoReturn:
+    """Leaves word of a failure, ends the others where the launcher needs to be told, and exits as Python would."""
+    number = rank.rank if rank else 0
+    code = code & 0xFF
+    if code and text is not None and rank is not None:
+        _report(settings, number, code, text[-20000:], screen)
+    conversation = exchange.pmi()
+    if code and conversation is not None:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        time.sleep(0.3)  # the last words have to travel before mpirun ends everything
+        conversation.abort(code)
+    sys.exit(code)
+
+
+def _report(settings: Settings, rank: int, code: int, text: str, screen: int) -> None:
+    record = json.dumps({"rank": rank, "host": socket.gethostname(), "time": time.time(), "code": code, "text": text})
+    if settings.report == "stderr":
+        with contextlib.suppress(OSError):
+            os.write(screen, f"{FAILURE_MARK}{record}\n".encode())
+    elif settings.report:
+        with contextlib.suppress(OSError):
+            Path(settings.report, f"failed.{rank}.json").write_text(record, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    # The script's modules must not find this one's: run under the real name, so that nothing is imported twice.
+    from stoker.launch.run import main as run
+
+    # `python -m` puts the working directory first; `python script.py` does not have it there.
+    if sys.path and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
+    run(sys.argv[1:])

@@ -1,0 +1,119 @@
+"""`stoker launch`, from the options to the end: the plan, the checks, and the launcher that the plan names."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+
+from stoker.errors import UserError
+from stoker.launch import config as configuration
+from stoker.launch import elastic, hosts, mpi
+from stoker.launch import plan as planning
+from stoker.launch.environment import Rank, discover
+from stoker.launch.options import Options
+from stoker.machine import Machine
+
+__all__ = ["start"]
+
+
+def start(options: Options) -> int:
+    """Runs the script as asked; does not return where this very process becomes the script's."""
+    config, path = configuration.find(options.config_file)
+    if options.emit:
+        from stoker.launch import emit
+
+        print(emit.emit(options, config), end="")
+        return 0
+    rank = discover(os.environ)
+    first = rank is None or rank.rank == 0
+    if first:
+        _say(options, config, path)
+    if not options.module and not os.path.isfile(options.script):
+        raise UserError(f"there is no script {options.script!r}; for a module, use -m")
+    if rank is not None:
+        return _inside(options, config, rank)
+    if options.dry_run:
+        plan = planning.make(options, config, Machine.read(), os.environ)
+        print(planning.show(plan, options, os.environ))
+        return 0
+    plan = planning.make(options, config, Machine.read(), os.environ)
+    for note in plan.notes:
+        print(f"stoker: {note}", file=sys.stderr)
+    if plan.launcher == "single":
+        return _become(planning.program(plan, options.script, options.arguments))
+    if plan.launcher == "slurm":
+        return _slurm(plan, options)
+    if plan.mpirun is not None:
+        return _mpirun(plan, options)
+    job = elastic.Job(
+        local_size=len(plan.ranks),
+        machines=plan.machines,
+        machine_rank=plan.machine_rank,
+        address=plan.address,
+        port=plan.port,
+        max_restarts=options.max_restarts,
+        wait=options.wait,
+    )
+    return elastic.launch(job, plan.settings, options.script, options.arguments)
+
+
+def _say(options: Options, config: configuration.Config, path: object) -> None:
+    lines = list(options.notes)
+    if path is not None and not options.config_file:
+        lines.append(f"config file {path}")
+    lines += [f"{path}: {note}" for note in config.notes]
+    for line in lines:
+        print(f"stoker: {line}", file=sys.stderr)
+
+
+def _inside(options: Options, config: configuration.Config, rank: Rank) -> int:
+    """Another launcher has started this as one of its ranks: there is nothing left to launch."""
+    if rank.rank == 0 and options.processes not in (None, rank.size):
+        print(
+            f"stoker: {rank.launcher} has started {rank.size} processes; -n {options.processes} has no effect",
+            file=sys.stderr,
+        )
+    settings = planning.settings_for(options, config)
+    if options.dry_run:
+        if rank.rank == 0:
+            print(f"launcher: {rank.launcher}, already running; {rank.size} processes, this is rank {rank.rank}")
+        return 0
+    settings = replace(settings, several=True)
+    words = [sys.executable, "-m", "stoker.launch.run", settings.to_word(), options.script, *options.arguments]
+    return _become(words)
+
+
+def _become(words: list[str]) -> int:
+    """The script's process is this one: same pid, same parent, no fork."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(words[0], words)
+
+
+def _mpirun(plan: planning.Plan, options: Options) -> int:
+    assert plan.mpirun is not None
+    if options.max_restarts:
+        print(
+            "stoker: --max_restarts: mpirun cannot restart; give it to torchrun (--launcher torchrun)", file=sys.stderr
+        )
+    if options.check_hosts:
+        hosts.check_hosts([host.name for host, _ in plan.counts])
+    told = replace(plan, settings=replace(plan.settings, several=True, report="stderr"))
+    words = planning.program(told, options.script, options.arguments)
+    return mpi.launch(plan.mpirun, plan.counts, words, os.environ, options.extra_mpi, with_hostfile=plan.with_hostfile)
+
+
+def _slurm(plan: planning.Plan, options: Options) -> int:
+    if "SLURM_JOB_ID" not in os.environ:
+        raise UserError(
+            "--launcher slurm works inside an allocation (salloc, sbatch); `stoker launch --emit slurm ...` writes a batch script"
+        )
+    import shutil
+
+    srun = shutil.which("srun")
+    if srun is None:
+        raise UserError("this is a Slurm allocation, but there is no srun on PATH")
+    told = replace(plan, settings=replace(plan.settings, several=True))
+    words = planning.srun_command(told, planning.program(told, options.script, options.arguments))
+    return _become([srun, *words[1:]])
