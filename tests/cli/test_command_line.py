@@ -108,6 +108,20 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert "BrokenPipe" not in done.stderr
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--no-rates"]])
+def test_a_full_disk_is_one_sentence(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*STOKER, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "stoker: no space left to write the output\n"
+
+
+def test_a_closed_output_is_no_error() -> None:
+    done = subprocess.run(["bash", "-c", " ".join(STOKER) + " --help >&-"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_public_names_are_lazy_and_listed() -> None:
     code = "import sys, stoker; dir(stoker); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the command itself found something wrong, 2 it was asked f
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -25,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller: nothing to show, and nothing to fail on
+            sys.stdout.flush()
         return code
     except UserError as error:
         print(f"stoker: {error}" if not str(error).startswith("stoker") else error, file=sys.stderr)
@@ -34,12 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:  # `stoker ... | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_output()
         return 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"stoker: no space left to write {error.filename or 'the output'}", file=sys.stderr)
+        _abandon_output()
+        return 1
+
+
+def _abandon_output() -> None:
+    """Keeps Python's own flush at exit from failing on an output that takes nothing any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(argv: list[str]) -> int:
-    if not argv or argv[0] in {"-h", "--help"} or argv == ["help"]:
+    if not argv or argv[0] in {"-h", "--help"} or argv in (["help"], ["help", "help"]):
         print(_overview())
         return 0
     if argv[0] in {"-V", "--version"}:

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         raise UserError("--fresh and --no-rates contradict each other; leave one of them out")
     live = os.path.abspath(options.root) == "/"
     if not live and not os.path.isdir(os.path.join(options.root, "proc")):
-        raise UserError(f"--root {options.root} holds no copy of a machine: there is no directory proc in it")
+        raise UserError(f"--root {options.root!r} holds no copy of a machine: there is no directory proc in it")
     if not live and options.fresh:
         raise UserError("--fresh cannot measure another machine; leave out --root")
 

@@ -113,6 +113,7 @@ def measure(
     threads, before = machine.usable_threads, torch.get_num_threads()
     say = progress or (lambda step: None)
     others = load.others_during()
+    size = _SMALLEST
     found: dict[str, float] = {}
     clocks: dict[int, float] = {}
     plan = (
@@ -126,7 +127,9 @@ def measure(
             say(STEPS[index])
             torch.set_num_threads(count)
             _watch_clock(clock, count, clocks)
-            found[key] = _product_gflops(dtype, (end - time.perf_counter()) / (len(STEPS) - index))
+            share = (end - time.perf_counter()) / (len(STEPS) - index)
+            # All threads begin where one thread ended: on a busy machine small products measure the scheduler.
+            found[key], size = _product_gflops(dtype, share, _SMALLEST if count == 1 else size)
             _watch_clock(clock, count, clocks)
         say(STEPS[4])
         torch.set_num_threads(threads)
@@ -155,12 +158,12 @@ def _watch_clock(clock: Clock | None, threads: int, best: dict[int, float]) -> N
         best[threads] = max(best.get(threads, 0.0), round(ghz, 3))
 
 
-def _product_gflops(dtype: torch.dtype, seconds: float) -> float:
-    """The best rate of square products, of a size that grows until one takes long enough to be judged by."""
+def _product_gflops(dtype: torch.dtype, seconds: float, size: int) -> tuple[float, int]:
+    """The best rate of square products, from `size` on growing until one takes long enough to be judged by; the last size."""
     import torch
 
     end = time.perf_counter() + seconds
-    best, size, trials, shortest = 0.0, _SMALLEST, 0, math.inf
+    best, trials, shortest = 0.0, 0, math.inf
     left = right = out = torch.empty(0)
     while trials < 2 or time.perf_counter() < end:
         if left.shape[0] != size:
@@ -176,7 +179,7 @@ def _product_gflops(dtype: torch.dtype, seconds: float) -> float:
         # Twice the size is eight times the work.
         if 8 * shortest < _LONGEST * seconds and size < _LARGEST:
             size *= 2
-    return best
+    return best, size
 
 
 def _bandwidth_elements(machine: Machine) -> int:
