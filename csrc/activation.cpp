@@ -62,11 +62,13 @@ static void for_kind(int kind, F&& f) {
   }
 }
 
-// Rows may be halves of longer rows, hence a stride for each side.
+// Rows may be halves of longer rows, hence a stride for each side. `here` is false for the other half of the plain form; its
+// address does not tell, for an empty tensor has none.
 template <typename Scalar>
 struct Rows {
   Scalar* data;
   int64_t stride;
+  bool here;
   Scalar* operator[](int64_t row) const { return data + row * stride; }
 };
 
@@ -119,10 +121,10 @@ static void forward(Rows<const Scalar> x, Rows<const Scalar> up, const float* x_
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t first = 0; first < columns; first += kPiece) {
         const int64_t count = std::min(kPiece, columns - first);
-        load_piece<Act>(x[row] + first, up.data ? up[row] + first : nullptr, x_bias + first, up_bias + first, count, piece);
+        load_piece<Act>(x[row] + first, up.here ? up[row] + first : nullptr, x_bias + first, up_bias + first, count, piece);
         Scalar* to = y + row * columns + first;
         float* out = destination(to, piece.out);
-        if (up.data) {
+        if (up.here) {
 #pragma omp simd
           for (int64_t i = 0; i < count; ++i) out[i] = Act::at(piece.x[i], piece.e[i]).value * piece.up[i];
         } else {
@@ -144,16 +146,16 @@ static void backward(const Scalar* dy, Rows<const Scalar> x, Rows<const Scalar> 
   parallel_tasks(sums.count, threads_for(rows * columns, threads), [&](int64_t block) {
     Pieces piece;
     float* dx_sums = sums.start(block, kInput);
-    float* dup_sums = up.data ? sums.start(block, kUp) : nullptr;
+    float* dup_sums = up.here ? sums.start(block, kUp) : nullptr;
     for (int64_t row = block * sums.size; row < std::min(rows, (block + 1) * sums.size); ++row) {
       for (int64_t first = 0; first < columns; first += kPiece) {
         const int64_t count = std::min(kPiece, columns - first);
-        load_piece<Act>(x[row] + first, up.data ? up[row] + first : nullptr, x_bias + first, up_bias + first, count, piece);
+        load_piece<Act>(x[row] + first, up.here ? up[row] + first : nullptr, x_bias + first, up_bias + first, count, piece);
         const float* g = as_floats(dy + row * columns + first, count, piece.dy);
         float* dbias = dx_sums + first;
         Scalar* to = dx[row] + first;
         float* out = destination(to, piece.out);
-        if (up.data) {
+        if (up.here) {
           Scalar* to_up = dup[row] + first;
           float* out_up = destination(to_up, piece.out_up);
           float* dup_bias = dup_sums + first;
@@ -181,15 +183,16 @@ static void backward(const Scalar* dy, Rows<const Scalar> x, Rows<const Scalar> 
 
 }  // namespace stoker
 
-// `up` null: the plain form. Strides count elements.
+// `up` counts only if `gated`. Strides count elements.
 STOKER_API void stoker_activation_forward(const void* x, int64_t x_stride, const void* up, int64_t up_stride,
                                           const void* x_bias, const void* up_bias, void* y, int64_t rows,
-                                          int64_t columns, int kind, int dtype, int bias_dtype, int threads) {
+                                          int64_t columns, int kind, int gated, int dtype, int bias_dtype, int threads) {
   using namespace stoker;
   const Buffer<float> wide = widen(x_bias, bias_dtype, columns), wide_up = widen(up_bias, bias_dtype, columns);
   for_dtype(dtype, [&](auto* tag) {
     using Scalar = std::remove_pointer_t<decltype(tag)>;
-    const Rows<const Scalar> from{static_cast<const Scalar*>(x), x_stride}, by{static_cast<const Scalar*>(up), up_stride};
+    const Rows<const Scalar> from{static_cast<const Scalar*>(x), x_stride, true};
+    const Rows<const Scalar> by{static_cast<const Scalar*>(up), up_stride, gated != 0};
     for_kind(kind, [&](auto act) {
       forward<decltype(act)>(from, by, wide.get(), wide_up.get(), static_cast<Scalar*>(y), rows, columns, threads);
     });
@@ -199,20 +202,22 @@ STOKER_API void stoker_activation_forward(const void* x, int64_t x_stride, const
 STOKER_API void stoker_activation_backward(const void* dy, const void* x, int64_t x_stride, const void* up,
                                            int64_t up_stride, const void* x_bias, const void* up_bias, void* dx,
                                            int64_t dx_stride, void* dup, int64_t dup_stride, void* dbias,
-                                           void* dup_bias, int64_t rows, int64_t columns, int kind, int dtype,
-                                           int bias_dtype, int threads) {
+                                           void* dup_bias, int64_t rows, int64_t columns, int kind, int gated,
+                                           int dtype, int bias_dtype, int threads) {
   using namespace stoker;
   const Buffer<float> wide = widen(x_bias, bias_dtype, columns), wide_up = widen(up_bias, bias_dtype, columns);
-  const ColumnSums sums(rows, columns, up ? 2 : 1);
+  const ColumnSums sums(rows, columns, gated ? 2 : 1);
   for_dtype(dtype, [&](auto* tag) {
     using Scalar = std::remove_pointer_t<decltype(tag)>;
-    const Rows<const Scalar> from{static_cast<const Scalar*>(x), x_stride}, by{static_cast<const Scalar*>(up), up_stride};
-    const Rows<Scalar> to{static_cast<Scalar*>(dx), dx_stride}, to_up{static_cast<Scalar*>(dup), dup_stride};
+    const Rows<const Scalar> from{static_cast<const Scalar*>(x), x_stride, true};
+    const Rows<const Scalar> by{static_cast<const Scalar*>(up), up_stride, gated != 0};
+    const Rows<Scalar> to{static_cast<Scalar*>(dx), dx_stride, true};
+    const Rows<Scalar> to_up{static_cast<Scalar*>(dup), dup_stride, gated != 0};
     for_kind(kind, [&](auto act) {
       backward<decltype(act)>(static_cast<const Scalar*>(dy), from, by, wide.get(), wide_up.get(), to, to_up, sums, rows,
                               columns, threads);
     });
   });
   sums.finish(kInput, dbias, bias_dtype, threads);
-  if (up) sums.finish(kUp, dup_bias, bias_dtype, threads);
+  if (gated) sums.finish(kUp, dup_bias, bias_dtype, threads);
 }

@@ -12,10 +12,22 @@ struct Moments {
   float mean, rstd;
 };
 
+// For rows whose squares leave the range of fp32 (and for those with an infinity or NaN, which stay what they are).
+inline Moments wide_moments(const float* z, int64_t columns, float eps, bool rms) {
+  double mean = 0, variance = 0;
+  if (!rms)
+    for (int64_t i = 0; i < columns; ++i) mean += z[i];
+  mean /= static_cast<double>(columns);
+  for (int64_t i = 0; i < columns; ++i) variance += (z[i] - mean) * (z[i] - mean);
+  variance /= static_cast<double>(columns);
+  return {static_cast<float>(mean), static_cast<float>(1.0 / std::sqrt(variance + eps))};
+}
+
 // Two passes over a row that lies in cache: no cancellation, as E[z^2] - mean^2 would have.
 inline Moments moments(const float* z, int64_t columns, float eps, bool rms) {
   const float mean = rms ? 0.0f : sum(z, columns) / static_cast<float>(columns);
   const float variance = sum_of_squares(z, columns, mean) / static_cast<float>(columns);
+  if (!std::isfinite(variance)) return wide_moments(z, columns, eps, rms);
   return {mean, 1.0f / std::sqrt(variance + eps)};
 }
 

@@ -84,7 +84,7 @@ def _plain_kernel(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
     y = _plain_fake(x, bias, kind)
     rows, columns = split_rows(x)
     x, stride = _strided_rows(x)
-    _call_forward(x.data_ptr(), stride, None, 0, native.pointer(bias), None, y, rows, columns, kind, bias)
+    _call_forward(x.data_ptr(), stride, None, 0, native.pointer(bias), None, y, rows, columns, kind, False, bias)
     return y
 
 
@@ -99,9 +99,10 @@ def _call_forward(
     rows: int,
     columns: int,
     kind: int,
+    gated: bool,
     parameter: Tensor | None,
 ) -> None:
-    native.function("stoker_activation_forward", "pl pl pp p ll iiii")(
+    native.function("stoker_activation_forward", "pl pl pp p ll iiiii")(
         x,
         x_stride,
         up,
@@ -112,6 +113,7 @@ def _call_forward(
         rows,
         columns,
         kind,
+        gated,
         native.dtype_code(y.dtype),
         native.parameter(parameter),
         native.threads(),
@@ -128,7 +130,7 @@ def _plain_backward_kernel(dy: Tensor, x: Tensor, bias: Tensor | None, kind: int
     dx, dbias = _plain_backward_fake(dy, x, bias, kind)
     rows, columns = split_rows(x)
     x, stride = _strided_rows(x)
-    native.function("stoker_activation_backward", "p pl pl pp pl pl pp ll iiii")(
+    native.function("stoker_activation_backward", "p pl pl pp pl pl pp ll iiiii")(
         dy.data_ptr(),
         x.data_ptr(),
         stride,
@@ -145,6 +147,7 @@ def _plain_backward_kernel(dy: Tensor, x: Tensor, bias: Tensor | None, kind: int
         rows,
         columns,
         kind,
+        False,
         native.dtype_code(x.dtype),
         native.parameter(bias),
         native.threads(),
@@ -207,6 +210,7 @@ def _halves_kernel(x: Tensor, bias: Tensor | None, kind: int, up_first: bool) ->
         rows,
         columns,
         kind,
+        True,
         bias,
     )
     return y
@@ -225,7 +229,7 @@ def _halves_backward_kernel(
     rows, columns = split_rows(dy)
     x, stride = _strided_rows(x)
     gate, up = _halves(columns, up_first)
-    native.function("stoker_activation_backward", "p pl pl pp pl pl pp ll iiii")(
+    native.function("stoker_activation_backward", "p pl pl pp pl pl pp ll iiiii")(
         dy.data_ptr(),
         _address(x, gate),
         stride,
@@ -242,6 +246,7 @@ def _halves_backward_kernel(
         rows,
         columns,
         kind,
+        True,
         native.dtype_code(x.dtype),
         native.parameter(bias),
         native.threads(),
@@ -289,7 +294,7 @@ def _pair_kernel(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     y = _pair_fake(gate, up, kind)
     rows, columns = split_rows(y)
     (gate, stride), (up, up_stride) = _strided_rows(gate), _strided_rows(up)
-    _call_forward(gate.data_ptr(), stride, up.data_ptr(), up_stride, None, None, y, rows, columns, kind, None)
+    _call_forward(gate.data_ptr(), stride, up.data_ptr(), up_stride, None, None, y, rows, columns, kind, True, None)
     return y
 
 
@@ -302,7 +307,7 @@ def _pair_backward_kernel(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tu
     dgate, dup = _pair_backward_fake(dy, gate, up, kind)
     rows, columns = split_rows(dy)
     (gate, stride), (up, up_stride) = _strided_rows(gate), _strided_rows(up)
-    native.function("stoker_activation_backward", "p pl pl pp pl pl pp ll iiii")(
+    native.function("stoker_activation_backward", "p pl pl pp pl pl pp ll iiiii")(
         dy.data_ptr(),
         gate.data_ptr(),
         stride,
@@ -319,6 +324,7 @@ def _pair_backward_kernel(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tu
         rows,
         columns,
         kind,
+        True,
         native.dtype_code(gate.dtype),
         0,
         native.threads(),

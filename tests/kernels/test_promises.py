@@ -1,0 +1,211 @@
+"""What every operator promises: nothing depends on the thread count, and torch may call it in any way it likes."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from threadpoolctl import threadpool_info
+from torch.utils.checkpoint import checkpoint
+
+from kernels.plain import DTYPES, NAMES, WIDTH, leaf, operators
+from stoker.kernels import native
+from stoker.kernels.dropout import dropout
+from stoker.kernels.norm import layer_norm
+
+PRODUCTS = "linear_cross_entropy"  # its matrix products are torch's own, which promise no bits
+ROWS = 333  # more than 64 blocks of rows, and enough elements for every thread
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of torch's threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def assert_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != PRODUCTS])
+def test_results_do_not_depend_on_the_number_of_threads(threads, name, dtype):
+    results = []
+    for count in (1, 2, 3, 7):
+        threads(count)
+        results.append(operators(ROWS)[name].run(ROWS, dtype))
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rows_and_one_row_work(name, rows, dtype):
+    for result in operators(rows)[name].run(rows, dtype):
+        assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_non_contiguous_inputs_work(name):
+    operator = operators(20)[name]
+    want = operator.run(20)
+    leaves = operator.leaves(20, torch.float32)
+    strided = []
+    for x in leaves:
+        spread = torch.zeros(*x.shape[:-1], 2 * x.shape[-1])
+        spread[..., ::2] = x.detach()
+        strided.append(spread[..., ::2].requires_grad_())
+    torch.manual_seed(3)
+    outputs = operator.call(*strided)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    # Gradients with strides of their own: a transposed copy, and an expanded one.
+    grads = [torch.cos(torch.arange(y.numel())).view(y.shape) for y in outputs]
+    torch.autograd.backward(outputs, [g.t().contiguous().t() if g.dim() == 2 else g for g in grads])
+    got = [y.detach() for y in outputs] + [x.grad for x in strided]
+    if name == PRODUCTS:
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+    else:
+        assert_same(got, want)
+    torch.manual_seed(3)
+    first = operator.call(*leaves)
+    (first[0] if isinstance(first, tuple) else first).sum().backward()  # an expanded gradient
+    assert all(x.grad.isfinite().all() for x in leaves)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoint_recomputes_the_same(name):
+    operator = operators(20)[name]
+    want = operator.run(20)
+    leaves = operator.leaves(20, torch.float32)
+    torch.manual_seed(3)
+    outputs = checkpoint(operator.call, *leaves, use_reentrant=False)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.backward(outputs, [torch.cos(torch.arange(y.numel())).view(y.shape) for y in outputs])
+    assert_same([y.detach() for y in outputs] + [x.grad for x in leaves], want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_callers_get_the_same(name):
+    operator = operators(20)[name]
+    want = operator.run(20)
+    torch._dynamo.reset()
+    compiled = torch.compile(operator.call, backend="aot_eager")
+    leaves = operator.leaves(20, torch.float32)
+    torch.manual_seed(3)
+    outputs = compiled(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.backward(outputs, [torch.cos(torch.arange(y.numel())).view(y.shape) for y in outputs])
+    for a, b in zip([y.detach() for y in outputs] + [x.grad for x in leaves], want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_several_python_threads_may_call_at_once(name):
+    """Each thread runs forward and backward on its own tensors; torch's seed is shared, so dropout is left out."""
+    operator = operators(150)[name]
+    if "dropout" in name:
+        operator = operators(150)["layer_norm"]
+    want = operator.run(150)
+    barrier = threading.Barrier(4)
+
+    def work(_):
+        barrier.wait()
+        return [operator.run(150) for _ in range(5)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for results in pool.map(work, range(4)):
+            for got in results:
+                if name == PRODUCTS:
+                    torch.testing.assert_close(got, want)
+                else:
+                    assert_same(got, want)
+
+
+def test_backward_works_from_another_thread():
+    x, weight = leaf(200, WIDTH), leaf(WIDTH, seed=1)
+    loss = dropout(layer_norm(x, weight), 0.1).sum()
+    worker = threading.Thread(target=loss.backward)
+    worker.start()
+    worker.join()
+    assert x.grad is not None
+    assert weight.grad is not None
+
+
+def _samples():
+    """Arguments for torch's own check of each registered operator."""
+    key = torch.tensor([1234])
+    x, r, g = leaf(6, 10), leaf(6, 10, seed=1), leaf(6, 5, seed=2)
+    w, b, c = leaf(10), leaf(10, seed=1), leaf(10, seed=2)
+    labels = torch.tensor([1, 2, -100, 4, 5, 9])
+    tables = leaf(12, 10), leaf(8, 10), leaf(2, 10)
+    ids = torch.tensor([1, 1, 5, 11, 0, 1])
+    return [
+        ("dropout", (x, 0.3, key)),
+        ("dropout_add_norm", (x, r, w, b, c, key, 0.3, 1e-5, False, True)),
+        ("dropout_add_norm", (x, None, w, None, None, None, 0.0, 1e-5, True, False)),
+        ("bias_activation", (x, b, 0)),
+        ("bias_activation", (x, None, 3)),
+        ("gated_activation", (x, b, 1, True)),
+        ("gated", (g, leaf(6, 5, seed=3), 2)),
+        *[("cross_entropy", (x, labels, -100, reduction)) for reduction in range(3)],
+        *[
+            ("linear_cross_entropy", (x, leaf(12, 10), leaf(12), labels, -100, how, True, True, True))
+            for how in range(3)
+        ],
+        ("embedding", (ids, tables[0], 0)),
+        ("embedding_norm", (ids, ids % 8, ids % 2, *tables, w, b, key, 0.3, 1e-5, 0, False)),
+        ("embedding_norm", (ids, None, None, tables[0], None, None, w, None, None, 0.0, 1e-5, -1, True)),
+    ]
+
+
+@pytest.mark.parametrize(("name", "arguments"), _samples(), ids=lambda value: value if isinstance(value, str) else "")
+def test_torch_finds_no_fault_with_the_registration(name, arguments):
+    torch.library.opcheck(getattr(torch.ops.stoker, name).default, arguments)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_derivative_is_refused(name):
+    leaves = operators(5)[name].leaves(5, torch.float32)
+    outputs = operators(5)[name].call(*leaves)
+    total = sum(y.sum() for y in (outputs if isinstance(outputs, tuple) else (outputs,)))
+    grads = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad|differentiat"):
+        torch.autograd.grad(sum(g.sum() for g in grads), leaves)
+
+
+def test_operators_are_seen_by_torch_where_it_looks():
+    """Under a dispatch mode the call goes through torch's dispatcher, although it usually goes past it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        layer_norm(torch.randn(2, 8), torch.ones(8))
+    assert "stoker.dropout_add_norm.default" in seen
+
+
+def test_there_is_one_openmp_pool_in_the_process():
+    """torch's and the kernels' are the same library file, and a parallel region gets the threads that torch was given."""
+    native.library()
+    pools = {entry["filepath"] for entry in threadpool_info() if entry["user_api"] == "openmp"}
+    assert len(pools) == 1, pools
+    for count in (1, 2, 3):
+        assert native.library().stoker_count_threads(count) == count
+
+
+def test_kernels_take_as_many_threads_as_torch_has(threads):
+    for count in (1, 3):
+        threads(count)
+        assert native.threads() == count
