@@ -211,19 +211,17 @@ def build_parser() -> Parser:
 
 def _add(parser: Any, *names: str, **rest: Any) -> None:
     """Each long name in both spellings, --num_processes and --num-processes; the help shows one."""
-    spellings = []
-    for name in names:
-        spellings.append(name)
-        if name.startswith("--") and "_" in name:
-            spellings.append(name.replace("_", "-"))
     if "dest" not in rest:
         rest["dest"] = next(name for name in names if name.startswith("--")).lstrip("-").replace("-", "_")
-    parser.add_argument(*spellings, **rest)
+    action = parser.add_argument(*names, **rest)
+    for name in names:
+        if name.startswith("--"):
+            parser._option_string_actions.setdefault(name.replace("_", "-"), action)
 
 
 def _split(parser: Parser, argv: list[str]) -> tuple[list[str], str | None, list[str]]:
     """Options, script, script arguments. argparse would look into the script's arguments for its own."""
-    takes = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
+    takes = {name: action.nargs != 0 for name, action in parser._option_string_actions.items()}
     head: list[str] = []
     words = list(argv)
     while words:

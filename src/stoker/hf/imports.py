@@ -64,20 +64,20 @@ def _ipex(module: ModuleType, say: Say) -> None:
     def get_fp32_math_mode(device: str = "cpu") -> str:
         return "FP32"
 
-    module.optimize = optimize  # type: ignore[attr-defined]
-    module.set_fp32_math_mode = lambda *args, **rest: say(  # type: ignore[attr-defined]
-        "ipex.set_fp32_math_mode: arithmetic stays fp32; ask for bf16 with dtype=torch.bfloat16"
-    )
-    module.get_fp32_math_mode = get_fp32_math_mode  # type: ignore[attr-defined]
-    module.enable_onednn_fusion = lambda enabled=True: say(  # type: ignore[attr-defined]
-        "ipex.enable_onednn_fusion: stoker.optimize fuses by itself"
-    )
-    module.__getattr__ = _missing("intel_extension_for_pytorch")  # type: ignore[attr-defined]
+    def set_fp32_math_mode(*args: Any, **rest: Any) -> None:
+        say("ipex.set_fp32_math_mode: arithmetic stays fp32; ask for bf16 with dtype=torch.bfloat16")
+
+    def enable_onednn_fusion(enabled: bool = True) -> None:
+        say("ipex.enable_onednn_fusion: stoker.optimize fuses by itself")
+
+    for function in (optimize, get_fp32_math_mode, set_fp32_math_mode, enable_onednn_fusion):
+        setattr(module, function.__name__, function)
+    vars(module)["__getattr__"] = _missing("intel_extension_for_pytorch")
     say("import intel_extension_for_pytorch: it is discontinued; ipex.optimize is stoker.optimize now")
 
 
 def _ipex_cpu(module: ModuleType, say: Say) -> None:
-    module.__getattr__ = _missing("intel_extension_for_pytorch.cpu")  # type: ignore[attr-defined]
+    vars(module)["__getattr__"] = _missing("intel_extension_for_pytorch.cpu")
 
 
 def _ipex_launch(module: ModuleType, say: Say) -> None:

@@ -17,7 +17,7 @@ from stoker.launch.placement import Placement
 from stoker.launch.settings import Settings
 from stoker.machine import Machine
 
-__all__ = ["Plan", "PlannedRank", "launch_command", "make", "program", "settings_for", "show", "srun_command"]
+__all__ = ["Plan", "PlannedRank", "counts", "launch_command", "make", "program", "settings_for", "show", "srun_command"]
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def make(options: Options, config: Config, machine: Machine, environment: Mappin
         return _by_mpirun(options, config, settings, launcher, hosts_file, machine, merged)
     machines = options.machines or config.num_machines
     rank = options.machine_rank if options.machine_rank is not None else config.machine_rank
-    total, local = _counts(options, config, machines)
+    total, local = counts(options, config, machines)
     if launcher in ("impi", "mpich", "openmpi") and machines == 1:
-        counts = ((Host("localhost"), total),)
+        placed = ((Host("localhost"), total),)
         ranks = _ranks(socket.gethostname(), 0, total, settings, machine, merged)
         return Plan(
-            launcher=launcher, settings=settings, ranks=ranks, size=total, counts=counts, mpirun=mpi.find(launcher)
+            launcher=launcher, settings=settings, ranks=ranks, size=total, counts=placed, mpirun=mpi.find(launcher)
         )
     if machines > 1:
         return _by_hand(options, config, settings, machine, merged, machines, rank, total, local)
@@ -101,7 +101,7 @@ def make(options: Options, config: Config, machine: Machine, environment: Mappin
     return Plan(launcher="torchrun", settings=settings, ranks=ranks, size=total, port=port)
 
 
-def _counts(options: Options, config: Config, machines: int) -> tuple[int, int]:
+def counts(options: Options, config: Config, machines: int) -> tuple[int, int]:
     """Processes in all, and on each machine."""
     total = options.processes
     if total is None and options.per_machine is not None:
@@ -168,9 +168,9 @@ def _by_mpirun(
     ):
         per_host = -(-total // config.num_machines)
     notes = hostfile.check(named, path, per_host=per_host)
-    counts = hostfile.spread(named, total, per_host)
-    size = sum(count for _, count in counts)
-    first = counts[0][0].name
+    spread = hostfile.spread(named, total, per_host)
+    size = sum(count for _, count in spread)
+    first = spread[0][0].name
     address = options.main_process_ip or config.main_process_ip or first
     port = options.main_process_port if options.main_process_port is not None else config.main_process_port
     master = None
@@ -183,20 +183,20 @@ def _by_mpirun(
             )
         master = (address, port)
     ranks: list[PlannedRank] = []
-    for host, count in counts:
+    for host, count in spread:
         if network.is_local(host.name):
             ranks += _ranks(host.name, len(ranks), count, settings, machine, environment)
         else:
             ranks += [PlannedRank(len(ranks) + local, host.name, local, None) for local in range(count)]
     return Plan(
-        launcher=launcher, settings=replace(settings, master=master), ranks=tuple(ranks), size=size, counts=tuple(counts),
-        machines=len(counts), address=address, port=port, mpirun=mpi.find(launcher), with_hostfile=True, notes=tuple(notes),
+        launcher=launcher, settings=replace(settings, master=master), ranks=tuple(ranks), size=size, counts=tuple(spread),
+        machines=len(spread), address=address, port=port, mpirun=mpi.find(launcher), with_hostfile=True, notes=tuple(notes),
     )  # fmt: skip
 
 
 def _slurm(options: Options, config: Config, settings: Settings) -> Plan:
     machines = options.machines or config.num_machines
-    total, local = _counts(options, config, machines)
+    total, local = counts(options, config, machines)
     ranks = tuple(PlannedRank(rank, "by Slurm", rank % local, None) for rank in range(total))
     return Plan(launcher="slurm", settings=settings, ranks=ranks, size=total, machines=machines)
 

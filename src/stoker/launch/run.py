@@ -64,11 +64,9 @@ def _prepare(settings: Settings, rank: Rank | None) -> int:
     if rank is not None and rank.size == rank.local_size and rank.size > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: gloo listens nowhere else
     if settings.compat:
-        from stoker.hf import compat
+        from stoker.hf.compat import install
 
-        compat.install(
-            optimise=settings.ipex is not False, backend=settings.backend, first=rank is None or rank.rank == 0
-        )
+        install(optimise=settings.ipex is not False, backend=settings.backend, first=rank is None or rank.rank == 0)
     return screen
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import Optional
 
 import torch
 from transformers import BertConfig, BertForQuestionAnswering, HfArgumentParser, Trainer, TrainingArguments, set_seed
@@ -20,7 +19,7 @@ class ModelArguments:
 class DataTrainingArguments:
     train_samples: int = field(default=32)
     max_seq_length: int = field(default=32)
-    doc_stride: Optional[int] = field(default=16)
+    doc_stride: int | None = field(default=16)
 
 
 class Questions(torch.utils.data.Dataset):

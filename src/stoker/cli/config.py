@@ -1,0 +1,141 @@
+"""`stoker config`: the questionnaire, and what can be done with the file it writes: show, check, migrate."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stoker.cli.parsing import Parser
+from stoker.errors import UserError
+from stoker.launch import config as configuration
+from stoker.launch import migrate
+from stoker.launch.ask import ask_all, understand
+from stoker.launch.check import check
+from stoker.launch.questions import QUESTIONS, Answers, Question, to_config
+from stoker.machine import Machine
+
+__all__ = ["main"]
+
+_EXAMPLES = """examples:
+  stoker config                                   ask, and write the default file
+  stoker config --distributed_type NO --yes       no questions: flags, and what the machine proposes
+  stoker config show                              what a launch would read
+  stoker config check old.yaml                    what does not fit together
+  stoker config migrate old.yaml                  explain retired keys, write a file for today
+"""
+
+
+def main(argv: list[str]) -> int:
+    commands = {"show": _show, "check": _check, "migrate": _migrate}
+    if argv and argv[0] in commands:
+        return commands[argv[0]](argv[1:])
+    if argv and argv[0] == "default":
+        argv = ["--yes", *argv[1:]]
+    return _ask(argv)
+
+
+def _ask(argv: list[str]) -> int:
+    parser = Parser("config", "answer a few questions once, and launch by them", examples=_EXAMPLES)
+    parser.add_argument("--config_file", metavar="FILE", help=f"where to write; without it {configuration.own_path()}")
+    parser.add_argument("--yes", action="store_true", help="ask nothing: take what the flags and the machine say")
+    answers = parser.add_argument_group("answers")
+    for question in QUESTIONS:
+        names = {f"--{question.name}", f"--{question.name.replace('_', '-')}"}
+        answers.add_argument(
+            *sorted(names), dest=question.name, metavar=_metavar(question), type=_typed(question), help=question.text
+        )
+    options = parser.parse_args(argv)
+    given = {question.name: getattr(options, question.name) for question in QUESTIONS}
+    machine = Machine.read()
+    config = to_config(_defaults(given, machine) if options.yes else ask_all(given, machine))
+    path = options.config_file or configuration.own_path()
+    config.write(path)
+    print(
+        f"written to {path}; `stoker launch script.py` reads it"
+        + (" with --config_file" if options.config_file else "")
+    )
+    for finding in check(config, machine):
+        print(f"stoker: {finding.severity}: {finding.text}", file=sys.stderr)
+    return 0
+
+
+def _defaults(given: Answers, machine: Machine) -> Answers:
+    answers: Answers = {}
+    for question in QUESTIONS:
+        if question.when(answers):
+            told = given[question.name]
+            answers[question.name] = (
+                told if told is not None else None if question.optional else question.default(answers, machine)
+            )
+    return answers
+
+
+def _metavar(question: Question) -> str:
+    if question.kind == "choice":
+        return "|".join(name for name, _ in question.choices)
+    return {"yes": "yes|no", "number": "N"}.get(question.kind, "TEXT")
+
+
+def _typed(question: Question) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            return understand(question, text, None)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _found(path: str | None) -> Path:
+    chosen = Path(path) if path else configuration.default_path()
+    if chosen is None:
+        raise UserError("there is no config file yet; `stoker config` makes one")
+    return chosen
+
+
+def _show(argv: list[str]) -> int:
+    parser = Parser("config show", "what a launch would read")
+    parser.add_argument("file", nargs="?", help="without it, the default file")
+    path = _found(parser.parse_args(argv).file)
+    config = configuration.Config.read(path)
+    print(f"# {path}")
+    print(yaml.safe_dump(config.to_mapping(), sort_keys=True), end="")
+    for note in config.notes:
+        print(f"# {note}")
+    return 0
+
+
+def _check(argv: list[str]) -> int:
+    parser = Parser("config check", "what does not fit together in a config file, or not with this machine")
+    parser.add_argument("file", nargs="?", help="without it, the default file")
+    path = _found(parser.parse_args(argv).file)
+    findings = check(configuration.Config.read(path), Machine.read())
+    for finding in findings:
+        print(f"{finding.severity}: {finding.text}")
+    if not findings:
+        print(f"{path}: nothing to complain about")
+    return 1 if any(finding.severity == "wrong" for finding in findings) else 0
+
+
+def _migrate(argv: list[str]) -> int:
+    parser = Parser(
+        "config migrate", "explain each retired key of an old file, and write one that today's accelerate takes too"
+    )
+    parser.add_argument("file", metavar="OLD.yaml")
+    parser.add_argument("-o", "--output", metavar="NEW.yaml", help="without it, beside the old one: OLD.migrated.yaml")
+    options = parser.parse_args(argv)
+    old = configuration.load(options.file)
+    config = configuration.Config.from_mapping(old, options.file)
+    stem, _ = os.path.splitext(options.file)
+    target = options.output or f"{stem}.migrated.yaml"
+    for line in migrate.explain(old, config):
+        print(line)
+    configuration.write_mapping(migrate.for_accelerate(config), target)
+    print(f"written to {target}")
+    return 0
