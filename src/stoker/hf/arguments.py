@@ -77,7 +77,7 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
                 setattr(self, row.renamed, value)
         elif row.name == "group_by_length" and value:
             self.train_sampling_strategy = "group_by_length"
-        elif row.name == "warmup_ratio" and value and not self.warmup_steps:
+        elif row.name == "warmup_ratio" and value and not getattr(self, "warmup_steps", 0):
             self.warmup_steps = value
         elif row.name == "logging_dir":
             os.environ["TENSORBOARD_LOGGING_DIR"] = os.path.expanduser(value)

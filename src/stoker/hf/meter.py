@@ -35,8 +35,8 @@ class Work:
     def of(cls, model: nn.Module) -> Work:
         weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
         config = getattr(model, "config", None)
-        layers = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", 0)
-        width = getattr(config, "hidden_size", None) or getattr(config, "dim", 0)
+        layers = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", None) or 0
+        width = getattr(config, "hidden_size", None) or getattr(config, "dim", None) or 0
         # Scores and weighted sum take 2 x 2 x width per pair forward, twice that backward.
         return cls(6.0 * weights, 12.0 * layers * width)
 

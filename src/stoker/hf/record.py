@@ -47,20 +47,19 @@ class Recorder:
             return
         if checkpoint is None:
             self.log.start_over()
-        self.log.write(
-            "start",
-            resumed_at=int(checkpoint.name.rpartition("-")[2]) if checkpoint else None,
-            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            versions={
+        facts: dict[str, Any] = {
+            "resumed_at": int(checkpoint.name.rpartition("-")[2]) if checkpoint else None,
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "versions": {
                 "stoker": __version__,
                 "torch": str(torch.__version__),
                 "transformers": transformers.__version__,
                 "python": platform.python_version(),
             },
-            machine=_machine_facts(),
-            arguments=_arguments(self.trainer.args),
-            **self.task,
-        )
+            "machine": _machine_facts(),
+            "arguments": _arguments(self.trainer.args),
+        }
+        self.log.write("start", **{**facts, **self.task})
 
     def train_begins(self) -> None:
         """Once the model is optimised and the number of steps known."""

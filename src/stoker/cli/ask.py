@@ -1,0 +1,104 @@
+"""`stoker ask`: one question about a text, or a conversation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from stoker.cli.parsing import Parser
+from stoker.errors import UserError
+
+if TYPE_CHECKING:
+    from stoker.tasks.qa.answers import Answer
+    from stoker.tasks.qa.ask import Asker
+
+__all__ = ["main"]
+
+_EXAMPLES = """examples:
+  stoker ask --model out/squad --text "Ada wrote the letter." --question "Who wrote the letter?"
+  stoker ask --model out/squad --file letter.txt              asks you for questions
+  cat letter.txt | stoker ask --model out/squad --file - --question "Who wrote it?"
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser("ask", "answer a question about a text with a model made by `stoker train qa`", examples=_EXAMPLES)
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="folder or hub name of a question-answering model"
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", help="the text to answer from")
+    source.add_argument("--file", metavar="FILE", help="a file with the text; - for standard input")
+    parser.add_argument("--question", help="the question; without it, you are asked for questions until an empty line")
+    parser.add_argument("--no-answer", action="store_true", help="allow the answer that the text does not say")
+    parser.add_argument(
+        "--max-seq-length", type=int, default=384, metavar="N", help="window over long texts, in tokens"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    text = options.text if options.text is not None else _read(options.file)
+    if not options.question and options.file == "-":
+        raise UserError("with --file - the text comes from standard input, so --question must be given")
+    from stoker.tasks.loading import quiet
+
+    quiet()
+    from stoker.tasks.qa.ask import Asker
+
+    asker = Asker.load(options.model, max_seq_length=options.max_seq_length)
+    if options.question:
+        _answer(asker, options.question, text, options)
+        return 0
+    return _converse(asker, text, options)
+
+
+def _read(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--file {name} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"--file {name} cannot be read: {error.strerror}") from None
+
+
+def _converse(asker: Asker, text: str, options: object) -> int:
+    console = Console(highlight=False)
+    while True:
+        try:
+            question = console.input("question: ") if sys.stdin.isatty() else sys.stdin.readline().strip()
+        except EOFError:
+            return 0
+        if not question.strip():
+            return 0
+        _answer(asker, question, text, options)
+
+
+def _answer(asker: Asker, question: str, text: str, options: object) -> None:
+    answer = asker.ask(question, text, no_answer=bool(getattr(options, "no_answer", False)))
+    if getattr(options, "json", False):
+        chosen = answer.chosen
+        found = {"question": question, "answer": answer.text, "score": round(answer.probability, 4)}
+        print(json.dumps({**found, "begin": chosen.begin, "end": chosen.end}, ensure_ascii=False))
+        return
+    show(Console(highlight=False), answer, text)
+
+
+def show(console: Console, answer: Answer, text: str) -> None:
+    """The answer, its score, and the sentence it stands in with the answer marked."""
+    from stoker.tasks.qa.ask import sentence_around
+
+    if not answer.text:
+        console.print(Text.assemble(("the text does not say", "bold"), f"  (score {answer.probability:.2f})"))
+        return
+    console.print(Text.assemble((answer.text, "bold green"), f"  (score {answer.probability:.2f})"))
+    chosen = answer.chosen
+    begin, end = sentence_around(text, chosen.begin, chosen.end)
+    sentence = Text("  ")
+    sentence.append(text[begin : chosen.begin])
+    sentence.append(text[chosen.begin : chosen.end], style="bold reverse")
+    sentence.append(text[chosen.end : end])
+    console.print(sentence)

@@ -1,0 +1,32 @@
+"""`stoker report DIR`: makes report.html from a run's log, also of a run that was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stoker.cli.parsing import Parser
+from stoker.errors import UserError
+
+__all__ = ["main"]
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser("report", "make the page about a training run from its log, finished or not")
+    parser.add_argument("folder", metavar="DIR", help="the run's --output_dir")
+    parser.add_argument("--output", metavar="FILE", help="where to write the page (DIR/report.html)")
+    options = parser.parse_args(argv)
+    folder = Path(options.folder)
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    try:
+        from stoker.report.page import write_report
+    except ImportError as error:
+        raise UserError(f"the report needs matplotlib: pip install 'stoker[report]' ({error})") from None
+    try:
+        path = write_report(folder, Path(options.output) if options.output else None)
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no run.jsonl, the log that a training run writes") from None
+    except OSError as error:
+        raise UserError(f"the report cannot be written to {error.filename}: {error.strerror}") from None
+    print(path)
+    return 0

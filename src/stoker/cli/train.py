@@ -1,0 +1,147 @@
+"""`stoker train TASK`: fine-tunes a model. The short help is written here; all flags are Hugging Face's own."""
+
+from __future__ import annotations
+
+import sys
+
+from stoker.cli.parsing import did_you_mean
+from stoker.errors import UserError
+
+__all__ = ["main"]
+
+_TASKS = {
+    "qa": "answer questions from texts (SQuAD)",
+    "classify": "put texts or pairs into classes, or rate them (GLUE)",
+}
+
+_OVERVIEW = """usage: stoker train TASK [options]
+
+Fine-tunes a model, evaluates it, and writes it with a report of the run. Tasks:
+  qa         answer questions from texts (SQuAD 1.1 and 2.0)
+  classify   put texts or pairs of texts into classes, or give them a number (GLUE)
+
+`stoker train TASK --help` lists the common options, --help-all every one."""
+
+_COMMON = """
+What to do:
+  --do_train                      train
+  --do_eval                       evaluate
+  --do_predict                    predict the test file
+  --output_dir DIR                where model, checkpoints, metrics and report go
+
+Model:
+  --model_name_or_path NAME       a folder, or the name of a model on the hub
+  --bf16                          bf16 activations with fp32 weights, on any CPU
+  --no_ipex                       leave the model as transformers made it: stock speed, for comparison
+
+Training:
+  --num_train_epochs 3            or --max_steps N
+  --learning_rate 5e-5
+  --per_device_train_batch_size 8 rows per batch; or --tokens_per_batch N
+  --gradient_accumulation_steps 1
+  --warmup_steps 0.1              steps, or a share of them below 1
+  --seed 42
+
+Checkpoints:
+  --save_steps 500                or --save_strategy epoch|no
+  --save_total_limit N            keep only the newest
+  --overwrite_output_dir          start over; without it, a run goes on from its newest checkpoint
+  --resume_from_checkpoint DIR    go on from this one
+
+Logs:
+  --logging_steps N
+  --eval_strategy steps|epoch     evaluate while training, every --eval_steps
+  --report_to tensorboard         and the other integrations of transformers
+"""
+
+_HELP = {
+    "qa": """usage: stoker train qa --model_name_or_path MODEL --train_file FILE --output_dir DIR --do_train [options]
+
+Fine-tunes a model to answer questions from texts. The flags are those of Hugging Face's run_qa.py.
+
+Data (SQuAD JSON nested or flat, JSON lines, CSV, Parquet; .gz too):
+  --train_file, --validation_file, --test_file FILE
+  --dataset_name squad            or a data set of the hub
+  --version_2_with_negative       some questions have no answer (SQuAD 2.0)
+  --max_seq_length 384            most tokens of question and text together
+  --doc_stride 128                tokens by which windows over long texts overlap
+  --max_train_samples, --max_eval_samples N
+  --strict                        stop at the first row that cannot be used
+"""
+    + _COMMON
+    + """
+example:
+  stoker train qa --model_name_or_path bert-base-uncased --train_file train-v1.1.json --validation_file dev-v1.1.json \\
+    --do_train --do_eval --per_device_train_batch_size 12 --learning_rate 3e-5 --num_train_epochs 2 --output_dir out/squad
+
+--help-all lists every option.""",
+    "classify": """usage: stoker train classify --model_name_or_path MODEL --train_file FILE --output_dir DIR --do_train [options]
+
+Fine-tunes a model to classify texts or pairs of texts. The flags are those of Hugging Face's run_glue.py.
+
+Data (TSV, CSV, JSON, JSON lines, Parquet; .gz too):
+  --train_file, --validation_file, --test_file FILE
+  --task_name mrpc                a GLUE task: its columns and metrics, and its data unless files are given
+  --dataset_name NAME             or a data set of the hub
+  --text_column_names A,B         the columns with one or two texts; guessed by name without it
+  --label_column_name C
+  --do_regression                 the label is a number
+  --metric_name accuracy,f1
+  --max_seq_length 128
+  --max_train_samples, --max_eval_samples N
+  --strict                        stop at the first row that cannot be used
+"""
+    + _COMMON
+    + """
+example:
+  stoker train classify --model_name_or_path bert-base-uncased --task_name mrpc --train_file train.tsv \\
+    --validation_file dev.tsv --do_train --do_eval --per_device_train_batch_size 16 --learning_rate 2e-5 --output_dir out/mrpc
+
+--help-all lists every option.""",
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in {"-h", "--help"}:
+        print(_OVERVIEW)
+        return 0
+    task, rest = argv[0], ["--use_ipex=False" if word == "--no_ipex" else word for word in argv[1:]]
+    if task not in _TASKS:
+        raise UserError(
+            f"stoker train: unknown task {task!r}{did_you_mean(task, _TASKS)}; there are {', '.join(_TASKS)}"
+        )
+    if not rest or "-h" in rest or "--help" in rest:
+        print(_HELP[task])
+        return 0
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise UserError("stoker train needs transformers and accelerate: pip install 'stoker[hf]'") from None
+    if "--help-all" in rest:
+        return _all_help(task)
+    from stoker.hf.trainer import NonFiniteLoss
+
+    try:
+        return _run(task, rest)
+    except NonFiniteLoss as stop:  # nothing wrong with the command, so not the exit code of a wrong one
+        print(f"stoker: {stop}", file=sys.stderr)
+        return 1
+
+
+def _run(task: str, rest: list[str]) -> int:
+    if task == "qa":
+        from stoker.tasks.qa.train import main as run
+    else:
+        from stoker.tasks.classify.train import main as run
+    return run(rest)
+
+
+def _all_help(task: str) -> int:
+    from stoker.tasks.options import OptionParser
+
+    if task == "qa":
+        from stoker.tasks.qa.train import QaOptions as Options
+    else:
+        from stoker.tasks.classify.train import ClassifyOptions as Options  # type: ignore[assignment]
+    OptionParser(f"train {task}", Options).print_help()
+    return 0

@@ -1,0 +1,104 @@
+"""The README.md beside a trained model: what it is, from what, how well it does, and how to use it without Stoker."""
+
+from __future__ import annotations
+
+import json
+import platform
+from typing import Any
+
+import torch
+import transformers
+
+from stoker import __version__
+from stoker.report.log import Run
+
+__all__ = ["model_card"]
+
+_PIPELINES = {"qa": "question-answering", "classify": "text-classification"}
+_USES = {
+    "qa": """import torch
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{path}")
+model = AutoModelForQuestionAnswering.from_pretrained("{path}").eval()
+inputs = tokenizer("Who wrote it?", "The letter was written by Ada.", return_tensors="pt")
+with torch.no_grad():
+    output = model(**inputs)
+first, last = output.start_logits.argmax(), output.end_logits.argmax()
+print(tokenizer.decode(inputs["input_ids"][0, first : last + 1]))""",
+    "classify": """import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{path}")
+model = AutoModelForSequenceClassification.from_pretrained("{path}").eval()
+inputs = tokenizer("One sentence.", return_tensors="pt")  # give two texts for a model of pairs
+with torch.no_grad():
+    print(model.config.id2label[int(model(**inputs).logits.argmax())])""",
+}
+_TOLD = (
+    "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_batch", "num_train_epochs",
+    "max_steps", "seed", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "bf16",
+)  # fmt: skip
+
+
+def model_card(job: Any, trainer: Any, metrics: dict[str, Any], run: Run) -> str:
+    """Markdown with the front matter that the hub reads."""
+    base = job.model.model_name_or_path
+    data = job.data.dataset_name or getattr(job.data, "task_name", None) or job.data.train_file
+    figures = {k.removeprefix("eval_"): v for k, v in metrics.items() if k.startswith("eval_") and _telling(k, v)}
+    front = {
+        "library_name": "transformers",
+        "pipeline_tag": _PIPELINES[job.task],
+        "base_model": str(base),
+        "tags": ["stoker", "generated_from_trainer"],
+    }
+    header = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
+    table = "\n".join(f"| {name} | {float(value):.4g} |" for name, value in figures.items())
+    settings = "\n".join(f"- {name}: {_plain(getattr(job.args, name, None))}" for name in _TOLD if _set(job.args, name))
+    trained = run.others.get("trained", {})
+    seconds = trained.get("train_runtime")
+    spent = (
+        f"\nTraining took {float(seconds):,.0f} s on {run.start.get('machine', {}).get('cpu')}.\n" if seconds else ""
+    )
+    results = f"## Evaluation\n\n| metric | value |\n|---|---|\n{table}\n" if table else ""
+    return f"""---
+{header}
+---
+
+# {type(trainer.model).__name__} fine-tuned from {base}
+
+Fine-tuned for {_PIPELINES[job.task]} on {data} by Stoker, on a CPU. It is an ordinary
+transformers model: Stoker is not needed to use it.
+
+{results}
+## Use
+
+```python
+{_USES[job.task].replace("{path}", str(job.args.output_dir))}
+```
+
+## Training
+
+```
+{run.start.get("command", "")}
+```
+{spent}
+{settings}
+
+Versions: stoker {__version__}, transformers {transformers.__version__}, torch {torch.__version__}, Python
+{platform.python_version()}. `report.html` beside this file shows the run.
+"""
+
+
+def _telling(name: str, value: Any) -> bool:
+    skipped = ("runtime", "per_second", "samples", "total")
+    return isinstance(value, int | float) and not any(word in name for word in skipped)
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)
+
+
+def _set(args: Any, name: str) -> bool:
+    value = getattr(args, name, None)
+    return value not in (None, -1, False, 0, 0.0) or name == "seed"

@@ -1,0 +1,189 @@
+"""Texts, or pairs of texts, with a label each, from a table; what GLUE's tables call their columns is a small table too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import UserError
+from stoker.tasks.faults import Faults
+from stoker.tasks.files import Row, read_rows
+
+__all__ = ["GLUE", "Columns", "Example", "Labels", "Task", "choose_columns", "collect", "read_examples"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is known of a GLUE task."""
+
+    texts: tuple[str, ...]
+    metrics: tuple[str, ...]
+    regression: bool = False
+    validation: str = "validation"
+
+
+GLUE: dict[str, Task] = {
+    "cola": Task(("sentence",), ("matthews_correlation",)),
+    "mnli": Task(("premise", "hypothesis"), ("accuracy",), validation="validation_matched"),
+    "mrpc": Task(("sentence1", "sentence2"), ("accuracy", "f1")),
+    "qnli": Task(("question", "sentence"), ("accuracy",)),
+    "qqp": Task(("question1", "question2"), ("accuracy", "f1")),
+    "rte": Task(("sentence1", "sentence2"), ("accuracy",)),
+    "sst2": Task(("sentence",), ("accuracy",)),
+    "stsb": Task(("sentence1", "sentence2"), ("pearson", "spearmanr"), regression=True),
+    "wnli": Task(("sentence1", "sentence2"), ("accuracy",)),
+}
+
+# Names under which tables keep things, the likeliest first. "#1 String" and "Quality" are those of MRPC's own files.
+_FIRST = (
+    "sentence1",
+    "premise",
+    "question1",
+    "text1",
+    "#1 string",
+    "sentence",
+    "text",
+    "question",
+    "review",
+    "content",
+)
+_SECOND = ("sentence2", "hypothesis", "question2", "text2", "#2 string", "sentence")
+_LABEL = ("label", "labels", "quality", "score", "gold_label", "class", "target")
+
+
+@dataclass(frozen=True)
+class Columns:
+    texts: tuple[str, ...]
+    label: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    id: str
+    texts: tuple[str, ...]
+    label: str | float | None
+    """As the file has it; None if it has none."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The classes in order; empty for regression."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], known: Sequence[str] = ()) -> Labels:
+        found = {str(example.label) for example in examples if example.label is not None}
+        if known and found <= set(known):
+            return cls(tuple(known))
+        return cls(
+            tuple(sorted(found, key=lambda name: (0, int(name), "") if name.lstrip("-").isdigit() else (1, 0, name)))
+        )
+
+    def number(self, label: str | float | None) -> int:
+        return self.names.index(str(label))
+
+
+def choose_columns(names: Sequence[str], texts: Sequence[str] | None, label: str | None, task: str | None) -> Columns:
+    """Which columns hold texts and label: those that were named, those of the task, or the likeliest by name."""
+    lower = {name.lower(): name for name in names}
+
+    def named(wanted: Sequence[str], flag: str) -> tuple[str, ...]:
+        for name in wanted:
+            if name.lower() not in lower:
+                raise UserError(f"there is no column {name!r} ({flag}); the columns are {', '.join(names)}")
+        return tuple(lower[name.lower()] for name in wanted)
+
+    def likeliest(candidates: Sequence[str], but: Sequence[str] = ()) -> str | None:
+        return next((lower[name] for name in candidates if name in lower and lower[name] not in but), None)
+
+    if label is not None:
+        chosen_label: str | None = named([label], "--label_column_name")[0]
+    else:
+        chosen_label = likeliest(_LABEL)
+    if texts:
+        return Columns(named(texts, "--text_column_names"), chosen_label)
+    if task in GLUE and all(name in lower for name in GLUE[task].texts):
+        return Columns(tuple(lower[name] for name in GLUE[task].texts), chosen_label)
+    first = likeliest(_FIRST)
+    if first is None:
+        raise UserError(f"which columns hold the text? name them by --text_column_names; there are {', '.join(names)}")
+    second = likeliest(_SECOND, but=(first,))
+    if task in GLUE and len(GLUE[task].texts) == 1:
+        second = None
+    return Columns((first,) if second is None else (first, second), chosen_label)
+
+
+def read_examples(
+    path: str | Path,
+    *,
+    texts: Sequence[str] | None = None,
+    label: str | None = None,
+    task: str | None = None,
+    regression: bool = False,
+    labelled: bool = True,
+    strict: bool = False,
+) -> list[Example]:
+    path = Path(path)
+    faults = Faults(str(path), strict)
+    examples = collect(
+        read_rows(path, faults), faults, texts=texts, label=label, task=task, regression=regression, labelled=labelled
+    )
+    faults.settle(len(examples))
+    if not examples:
+        raise UserError(f"{path} holds no example")
+    return examples
+
+
+def collect(
+    rows: Iterable[Row],
+    faults: Faults,
+    *,
+    texts: Sequence[str] | None,
+    label: str | None,
+    task: str | None,
+    regression: bool,
+    labelled: bool,
+) -> list[Example]:
+    examples: list[Example] = []
+    columns: Columns | None = None
+    for number, row in enumerate(rows):
+        if columns is None:
+            columns = choose_columns([str(name) for name in row.values], texts, label, task)
+            if labelled and columns.label is None:
+                raise UserError(f"{row.where}: which column is the label? name it by --label_column_name")
+        values = [row.values.get(name) for name in columns.texts]
+        if reason := _bad_text(columns.texts, values):
+            faults.add(row.where, reason)
+            continue
+        found: Any = row.values.get(columns.label) if columns.label else None
+        if labelled:
+            found, reason = _label(found, regression)
+            if reason:
+                faults.add(row.where, reason)
+                continue
+        identity = row.values.get("idx", row.values.get("id", number))
+        examples.append(Example(str(identity), tuple(map(str, values)), found if labelled else None))
+    return examples
+
+
+def _bad_text(names: Sequence[str], values: Sequence[Any]) -> str | None:
+    for name, value in zip(names, values, strict=True):
+        if not isinstance(value, str):
+            return f"its {name} is missing" if value is None else f"its {name} is a {type(value).__name__}, not text"
+        if not value.strip():
+            return f"its {name} is empty"
+    return None
+
+
+def _label(value: Any, regression: bool) -> tuple[str | float | None, str | None]:
+    if value is None or value == "" or value == -1:
+        return None, "it has no label"
+    if not regression:
+        return (str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)), None
+    try:
+        return float(value), None
+    except (TypeError, ValueError):
+        return None, f"its label {value!r} is no number"

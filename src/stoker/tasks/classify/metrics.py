@@ -1,0 +1,78 @@
+"""Accuracy, F1, Matthews' correlation, Pearson's and Spearman's: GLUE's metrics, from their definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["METRICS", "measure"]
+
+Values = NDArray[Any]
+
+
+def accuracy(predicted: Values, true: Values) -> float:
+    return float((predicted == true).mean()) if len(true) else 0.0
+
+
+def f1(predicted: Values, true: Values) -> float:
+    """Of class 1 where there are two classes, as GLUE has it; else the mean over the classes."""
+    classes = np.union1d(predicted, true)
+    wanted = [1] if set(classes.tolist()) <= {0, 1} else classes.tolist()
+    return float(np.mean([_f1_of(predicted == one, true == one) for one in wanted]))
+
+
+def _f1_of(predicted: Values, true: Values) -> float:
+    both = int((predicted & true).sum())
+    total = int(predicted.sum()) + int(true.sum())
+    return 2.0 * both / total if total else 0.0
+
+
+def matthews_correlation(predicted: Values, true: Values) -> float:
+    classes = np.union1d(predicted, true)
+    table = np.array([[((true == t) & (predicted == p)).sum() for p in classes] for t in classes], float)
+    rows, columns, total, right = table.sum(1), table.sum(0), table.sum(), np.trace(table)
+    spread = np.sqrt((total**2 - (rows**2).sum()) * (total**2 - (columns**2).sum()))
+    return float((right * total - rows @ columns) / spread) if spread else 0.0
+
+
+def pearson(predicted: Values, true: Values) -> float:
+    a, b = predicted - predicted.mean(), true - true.mean()
+    spread = float(np.sqrt((a**2).sum() * (b**2).sum()))
+    return float((a * b).sum()) / spread if spread else 0.0
+
+
+def spearmanr(predicted: Values, true: Values) -> float:
+    return pearson(_ranks(predicted), _ranks(true))
+
+
+def _ranks(values: Values) -> Values:
+    """Ranks from 1, equal values sharing the mean of theirs."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    means: Values = ends - (counts - 1) / 2.0
+    return means[inverse]
+
+
+def mse(predicted: Values, true: Values) -> float:
+    return float(((predicted - true) ** 2).mean()) if len(true) else 0.0
+
+
+METRICS: dict[str, Callable[[Values, Values], float]] = {
+    "accuracy": accuracy,
+    "f1": f1,
+    "matthews_correlation": matthews_correlation,
+    "pearson": pearson,
+    "spearmanr": spearmanr,
+    "mse": mse,
+}
+
+
+def measure(names: Sequence[str], logits: Values, true: Values, *, regression: bool) -> dict[str, float]:
+    predicted = logits.reshape(len(true), -1)[:, 0] if regression else logits.argmax(-1)
+    found = {name: METRICS[name](predicted, true) for name in names}
+    if len(found) > 1:
+        found["combined_score"] = float(np.mean(list(found.values())))
+    return found

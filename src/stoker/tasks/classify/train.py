@@ -1,0 +1,204 @@
+"""`stoker train classify`: fine-tunes a model to put texts or pairs of texts into classes, or to give them a number."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.errors import UserError
+from stoker.hf.trainer import Trainer
+from stoker.tasks import hub, run
+from stoker.tasks.classify.data import GLUE, Example, Labels, collect, read_examples
+from stoker.tasks.classify.features import Rows, make_rows
+from stoker.tasks.classify.metrics import METRICS, measure
+from stoker.tasks.collate import Collator
+from stoker.tasks.faults import Faults
+from stoker.tasks.loading import load_config, load_model, load_tokenizer
+from stoker.tasks.options import DataOptions
+
+# No postponed annotations here: HfArgumentParser reads the types of these fields.
+
+__all__ = ["ClassifyOptions", "main"]
+
+log = logging.getLogger("stoker")
+
+
+@dataclass
+class ClassifyOptions(DataOptions):
+    """Data, columns and metric."""
+
+    task_name: str | None = field(
+        default=None, metadata={"help": "A GLUE task: its columns and metric, and its data unless files are given."}
+    )
+    text_column_names: str | None = field(
+        default=None, metadata={"help": "One or two columns with texts, separated by a comma."}
+    )
+    label_column_name: str | None = field(default=None, metadata={"help": "The column with the label."})
+    do_regression: bool | None = field(
+        default=None, metadata={"help": "The label is a number to be predicted.", "nargs": "?", "const": True}
+    )
+    metric_name: str | None = field(
+        default=None, metadata={"help": "Metrics to compute, separated by commas.", "choices": None}
+    )
+    max_seq_length: int = field(default=128, metadata={"help": "Most tokens of a row; longer ones are cut."})
+    pad_to_max_length: bool = field(
+        default=True, metadata={"help": "Accepted for old commands; padding never enters the model."}
+    )
+
+
+def main(argv: list[str]) -> int:
+    job = run.begin("classify", argv, ClassifyOptions)
+    args, options = job.args, job.data
+    from transformers import AutoModelForSequenceClassification, set_seed
+
+    if options.task_name is not None:
+        options.task_name = options.task_name.lower()
+        if options.task_name not in GLUE:
+            raise UserError(f"--task_name {options.task_name} is no GLUE task; there are {', '.join(GLUE)}")
+    set_seed(args.seed)
+    regression = _regression(options)
+    raw = {split: _examples(job, split, regression) for split, wanted in _splits(args) if wanted}
+    labels = None if regression else _labels(job, raw)
+    names = _metric_names(options, regression)
+    changes: dict[str, Any] = {"finetuning_task": options.task_name}
+    if labels is not None and labels.names:
+        changes |= {"label2id": {n: i for i, n in enumerate(labels.names)}, "id2label": dict(enumerate(labels.names))}
+    else:
+        changes |= {"num_labels": 1, "problem_type": "regression"}
+    config = load_config(job.model, **changes)
+    tokenizer = load_tokenizer(job.model)
+    length = min(options.max_seq_length, tokenizer.model_max_length)
+    sets = {
+        split: make_rows(examples, tokenizer, labels, max_seq_length=length, fresh=options.overwrite_cache)
+        for split, examples in raw.items()
+    }
+    model = load_model(AutoModelForSequenceClassification, job.model, config)
+    args.remove_unused_columns = False
+    run.measure_peak(job)
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=sets.get("train"),
+        eval_dataset=sets.get("validation"),
+        processing_class=tokenizer,
+        data_collator=Collator.of(tokenizer),
+        compute_metrics=lambda found: measure(names, found.predictions, found.label_ids, regression=regression),
+    )
+    run.dress(job, trainer)
+    metrics: dict[str, Any] = {}
+    if args.do_train:
+        run.train(job, trainer)
+    if args.do_eval:
+        metrics = trainer.evaluate()
+        trainer.save_metrics("eval", {**metrics, "eval_samples": len(sets["validation"])})
+        told = ", ".join(f"{name} {metrics[f'eval_{name}']:.4f}" for name in names)
+        job.say(f"{told} on {len(sets['validation']):,} rows")
+        if args.should_save and args.do_train:
+            trainer.recorder.write("examples", rows=_shown(trainer, sets["validation"], labels))
+    if args.do_predict:
+        _predict(job, trainer, sets["test"], labels)
+    run.finish(job, trainer, metrics)
+    return 0
+
+
+def _splits(args: Any) -> tuple[tuple[str, bool], ...]:
+    return (
+        ("train", args.do_train),
+        ("validation", args.do_eval or args.eval_strategy != "no"),
+        ("test", args.do_predict),
+    )
+
+
+def _regression(options: Any) -> bool:
+    if options.do_regression is not None:
+        return bool(options.do_regression)
+    return options.task_name in GLUE and GLUE[options.task_name].regression
+
+
+def _metric_names(options: Any, regression: bool) -> list[str]:
+    if options.metric_name:
+        names = [name.strip() for name in options.metric_name.split(",")]
+        for name in names:
+            if name not in METRICS:
+                raise UserError(f"--metric_name {name} is not known; there are {', '.join(METRICS)}")
+        return names
+    if options.task_name in GLUE:
+        return list(GLUE[options.task_name].metrics)
+    return ["mse", "pearson"] if regression else ["accuracy", "f1"]
+
+
+def _examples(job: run.Job, split: str, regression: bool) -> Sequence[Example]:
+    options = job.data
+    file, most = {
+        "train": (options.train_file, options.max_train_samples),
+        "validation": (options.validation_file, options.max_eval_samples),
+        "test": (options.test_file, options.max_predict_samples),
+    }[split]
+    columns = [name.strip() for name in options.text_column_names.split(",")] if options.text_column_names else None
+    choices: dict[str, Any] = {
+        "texts": columns, "label": options.label_column_name, "task": options.task_name,
+        "regression": regression, "labelled": split != "test",
+    }  # fmt: skip
+    if file:
+        return run.cut(read_examples(file, strict=options.strict, **choices), most)
+    name, config = options.dataset_name, options.dataset_config_name
+    if name is None:
+        name, config = "nyu-mll/glue", options.task_name
+        split = GLUE[options.task_name].validation if split == "validation" else split
+    faults = Faults(f"{name}[{split}]", options.strict)
+    examples = collect(hub.load_split(name, config, split, job.model.cache_dir), faults, **choices)
+    faults.settle(len(examples))
+    return run.cut(examples, most)
+
+
+def _labels(job: run.Job, raw: dict[str, Sequence[Example]]) -> Labels:
+    """The classes: those of the model if they cover the data, else those of the training data."""
+    source = raw.get("train") or raw.get("validation") or []
+    known: Sequence[str] = ()
+    if "train" not in raw:
+        config = load_config(job.model)
+        known = [config.id2label[i] for i in range(len(config.id2label))]
+    labels = Labels.of(source, known) if source else Labels(tuple(known))
+    if len(labels.names) < 2:
+        raise UserError(f"the label has {len(labels.names)} value ({', '.join(labels.names)}); two or more are needed")
+    for split, examples in raw.items():
+        strange = sorted({str(e.label) for e in examples if e.label is not None} - set(labels.names))
+        if strange:
+            raise UserError(f"the {split} data has labels that training has not: {', '.join(strange[:5])}")
+    return labels
+
+
+def _predict(job: run.Job, trainer: Trainer, rows: Rows, labels: Labels | None) -> None:
+    logits = trainer.predict(rows).predictions
+    if not job.args.should_save:
+        return
+    path = Path(job.args.output_dir) / "predict_results.txt"
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("index\tprediction\n")
+        for number, row in enumerate(logits.reshape(len(rows), -1)):
+            told = f"{row[0]:.4f}" if labels is None else labels.names[int(row.argmax())]
+            file.write(f"{rows.examples[number].id}\t{told}\n")
+    job.say(f"{len(rows):,} predictions in {path}")
+
+
+def _shown(trainer: Trainer, rows: Rows, labels: Labels | None, most: int = 6) -> list[dict[str, Any]]:
+    """Some right and some wrong rows for the report."""
+    if labels is None:
+        return []
+    part = np.linspace(0, len(rows) - 1, min(len(rows), 200)).astype(int)
+    from torch.utils.data import Subset
+
+    logits = trainer.predict(Subset(rows, part.tolist()), metric_key_prefix="shown").predictions
+    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for number, row in zip(part, logits, strict=True):
+        example, told = rows.examples[number], labels.names[int(row.argmax())]
+        right = told == str(example.label)
+        share = float(np.exp(row - row.max()).max() / np.exp(row - row.max()).sum())
+        found[right].append(
+            {"id": example.id, "texts": list(example.texts), "answer": told, "expected": [str(example.label)],
+             "right": right, "probability": round(share, 4)}
+        )  # fmt: skip
+    return found[True][:most] + found[False][:most]

@@ -1,0 +1,124 @@
+"""How far a run is: a bar in a terminal, plain lines in a log file, nothing twice."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+__all__ = ["Display", "line_of"]
+
+_EVERY = 10.0  # seconds between lines about an evaluation in a log file
+
+
+def line_of(logs: dict[str, Any]) -> str:
+    """The figures of one log entry in words."""
+    parts = []
+    if "loss" in logs:
+        parts.append(f"loss {float(logs['loss']):.3f}")
+    if "learning_rate" in logs:
+        parts.append(f"lr {float(logs['learning_rate']):.2e}")
+    if "tokens_per_second" in logs:
+        parts.append(f"{float(logs['tokens_per_second']):,.0f} tokens/s")
+    if logs.get("padding_avoided"):
+        parts.append(f"padding avoided {float(logs['padding_avoided']):.0%}")
+    if logs.get("share_of_peak"):
+        parts.append(f"{float(logs['share_of_peak']):.0%} of peak")
+    return "  ".join(parts)
+
+
+class Display(TrainerCallback):  # type: ignore[misc]
+    """Replaces transformers' own bars and prints."""
+
+    def __init__(self, stream: Any = None) -> None:
+        self.console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self.bar: Progress | None = None
+        self.training: TaskID | None = None
+        self.evaluation: TaskID | None = None
+        self._began = self._told = time.monotonic()
+        self._begin_step = 0
+        self._predicted = 0
+
+    @property
+    def _terminal(self) -> bool:
+        return self.console.is_terminal
+
+    def _start_bar(self) -> Progress:
+        if self.bar is None:
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[said]}"),
+                console=self.console,
+                transient=True,
+            )
+            self.bar.start()
+        return self.bar
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        self.bar = self.training = self.evaluation = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._began, self._begin_step = time.monotonic(), state.global_step
+        if state.is_world_process_zero and self._terminal:
+            bar = self._start_bar()
+            self.training = bar.add_task("train", total=state.max_steps, completed=state.global_step, said="")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if self.bar is not None and self.training is not None:
+            self.bar.update(self.training, completed=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
+        if not state.is_world_process_zero or not logs or "loss" not in logs:
+            return
+        said = line_of(logs)
+        if self.bar is not None and self.training is not None:
+            self.bar.update(self.training, said=said)
+            return
+        done = max(state.global_step - self._begin_step, 1)
+        left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step)
+        self.console.print(f"step {state.global_step}/{state.max_steps}  {said}  {_clock(left)} left")
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **rest: Any) -> None:
+        if not state.is_world_process_zero or not hasattr(eval_dataloader, "__len__"):
+            return
+        self._predicted += 1
+        if self._terminal:
+            bar = self._start_bar()
+            if self.evaluation is None:
+                self.evaluation = bar.add_task("evaluate", total=len(eval_dataloader), said="")
+            bar.advance(self.evaluation)
+        elif time.monotonic() - self._told > _EVERY:
+            self._told = time.monotonic()
+            self.console.print(f"evaluating {self._predicted}/{len(eval_dataloader)}")
+
+    def _prediction_done(self) -> None:
+        self._predicted = 0
+        if self.bar is not None and self.evaluation is not None:
+            self.bar.remove_task(self.evaluation)
+            self.evaluation = None
+            if self.training is None:
+                self.close()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._prediction_done()
+
+    def on_predict(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._prediction_done()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.close()
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,80 @@
+"""Models and tokenizers by name or folder, without noise, and with one sentence where they cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import Any
+
+from stoker.errors import UserError
+
+__all__ = ["load_config", "load_model", "load_tokenizer", "quiet"]
+
+log = logging.getLogger("stoker")
+
+
+def quiet() -> None:
+    """Keeps libraries below from printing what a person cannot act on. Errors still show."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for name in ("accelerate", "datasets", "huggingface_hub", "httpx", "filelock", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\b")
+
+
+def _from(loader: Any, what: str, name: str, **options: Any) -> Any:
+    try:
+        return loader.from_pretrained(name, **options)
+    except (OSError, ValueError, ImportError) as error:
+        if os.path.isdir(name):
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"no {what} can be loaded from the folder {name}: {reason}") from None
+        raise UserError(
+            f"the {what} {name!r} is neither a folder here nor to be had from the hub"
+            f"{' (offline)' if os.environ.get('HF_HUB_OFFLINE') else ''}; "
+            "check the name and the network, or give a folder by --model_name_or_path"
+        ) from None
+
+
+def load_config(options: Any, **changes: Any) -> Any:
+    from transformers import AutoConfig
+
+    name = options.config_name or options.model_name_or_path
+    return _from(AutoConfig, "model", name, **_hub(options), **changes)
+
+
+def load_tokenizer(options: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    name = options.tokenizer_name or options.model_name_or_path
+    return _from(AutoTokenizer, "tokenizer", name, use_fast=True, **_hub(options))
+
+
+def load_model(kind: Any, options: Any, config: Any) -> Any:
+    """The model with a head of `kind`; says if the head is new, and so untrained."""
+    found = _from(
+        kind,
+        "model",
+        options.model_name_or_path,
+        config=config,
+        ignore_mismatched_sizes=options.ignore_mismatched_sizes,
+        output_loading_info=True,
+        **_hub(options),
+    )
+    model, facts = found
+    missing = sorted(facts.get("missing_keys", ()))
+    if missing:
+        log.info("new, to be trained: %s", ", ".join(missing))
+    model.float()  # a checkpoint in half precision is trained in fp32, bf16 applies to activations
+    return model
+
+
+def _hub(options: Any) -> dict[str, Any]:
+    return {"cache_dir": options.cache_dir, "revision": options.model_revision, "token": options.token}

@@ -1,0 +1,78 @@
+"""Answers a question about a text with a trained model, and shows the sentence that the answer stands in."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stoker.errors import UserError
+from stoker.tasks.collate import Collator
+from stoker.tasks.qa.answers import Answer, choose_answers
+from stoker.tasks.qa.data import Question
+from stoker.tasks.qa.features import make_windows
+
+__all__ = ["Asker", "sentence_around"]
+
+
+@dataclass(frozen=True)
+class Asker:
+    """A model ready to be asked."""
+
+    model: Any
+    tokenizer: Any
+    max_seq_length: int
+    doc_stride: int
+
+    @classmethod
+    def load(cls, name: str, *, max_seq_length: int = 384, doc_stride: int = 128) -> Asker:
+        from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+        from stoker.model import optimize
+
+        if os.path.isdir(name) and not os.path.exists(os.path.join(name, "config.json")):
+            raise UserError(f"{name} holds no model: there is no config.json in it")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForQuestionAnswering.from_pretrained(name).float().eval()
+        except (OSError, ValueError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"no question-answering model can be loaded from {name}: {reason}") from None
+        room = min(max_seq_length, tokenizer.model_max_length)
+        return cls(optimize(model, dtype=torch.float32), tokenizer, room, min(doc_stride, room // 3))
+
+    def ask(self, question: str, text: str, *, no_answer: bool = False) -> Answer:
+        """The best answer; with `no_answer`, possibly none."""
+        for value, what in ((question, "question"), (text, "text")):
+            if not value.strip():
+                raise UserError(f"the {what} is empty")
+        windows = make_windows(
+            [Question("asked", question, text, (), ())],
+            self.tokenizer,
+            max_seq_length=self.max_seq_length,
+            doc_stride=self.doc_stride,
+            training=False,
+        )
+        collate = Collator.of(self.tokenizer)
+        logits = []
+        with torch.no_grad():
+            for begin in range(0, len(windows), 8):
+                batch = collate([windows[i] for i in range(begin, min(begin + 8, len(windows)))])
+                output = self.model(**batch)
+                for row in range(len(batch["input_ids"])):
+                    real = batch["attention_mask"][row].bool()
+                    logits.append((output.start_logits[row][real].numpy(), output.end_logits[row][real].numpy()))
+        return choose_answers(windows, logits, no_answer=no_answer)[0]
+
+
+def sentence_around(text: str, begin: int, end: int) -> tuple[int, int]:
+    """Begin and end of the sentence that holds text[begin:end]; ends of sentences by their punctuation."""
+    ends = [match.end() for match in re.finditer(r"[.!?](?=[\s\"')\]]|$)|\n{2,}", text)]
+    first = max((at for at in ends if at <= begin), default=0)
+    last = min((at for at in ends if at >= end), default=len(text))
+    while first < begin and text[first].isspace():
+        first += 1
+    return first, last

@@ -1,0 +1,249 @@
+"""`stoker train qa`: fine-tunes a model to answer questions from texts, evaluates it by EM and F1, predicts."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.errors import UserError
+from stoker.hf.trainer import Trainer
+from stoker.tasks import hub, run
+from stoker.tasks.collate import Collator
+from stoker.tasks.faults import Faults
+from stoker.tasks.loading import load_config, load_model, load_tokenizer
+from stoker.tasks.options import DataOptions
+from stoker.tasks.qa.answers import Answer, choose_answers
+from stoker.tasks.qa.data import Question, collect, read_questions
+from stoker.tasks.qa.features import Windows, make_windows
+from stoker.tasks.qa.metrics import exact_match, squad, squad_v2
+
+# No postponed annotations here: HfArgumentParser reads the types of these fields.
+
+__all__ = ["QaOptions", "QaTrainer", "main"]
+
+log = logging.getLogger("stoker")
+
+
+@dataclass
+class QaOptions(DataOptions):
+    """Data and the rules of answering."""
+
+    max_seq_length: int = field(default=384, metadata={"help": "Most tokens of question and text together."})
+    pad_to_max_length: bool = field(
+        default=True, metadata={"help": "Accepted for old commands; padding never enters the model."}
+    )
+    version_2_with_negative: bool = field(
+        default=False, metadata={"help": "Some questions have no answer (SQuAD 2.0)."}
+    )
+    null_score_diff_threshold: float = field(
+        default=0.0, metadata={"help": "How much better 'no answer' must score to be chosen."}
+    )
+    doc_stride: int = field(default=128, metadata={"help": "Tokens by which windows over a long text overlap."})
+    n_best_size: int = field(default=20, metadata={"help": "Candidates considered per window and kept per question."})
+    max_answer_length: int = field(default=30, metadata={"help": "Most tokens of an answer."})
+
+
+class QaTrainer(Trainer):
+    """Evaluates by answering: logits of all windows, one answer per question, EM and F1."""
+
+    def __init__(self, *rest: Any, options: QaOptions, **named: Any) -> None:
+        super().__init__(*rest, **named)
+        self.options = options
+        self.last_answers: list[Answer] = []
+
+    def answers(self, windows: Windows, description: str) -> list[Answer]:
+        """An answer for every question of `windows`."""
+        # Joining the logits of all batches would copy them anew with every batch.
+        together, self.args.eval_do_concat_batches = self.args.eval_do_concat_batches, False
+        try:
+            loader = self.get_test_dataloader(windows)
+            output = self.evaluation_loop(loader, description, prediction_loss_only=False)
+        finally:
+            self.args.eval_do_concat_batches = together
+        rows: list[tuple[np.ndarray, np.ndarray]] = []
+        lengths, left = windows.lengths, windows.context_first
+        for batch in output.predictions:
+            for start, end in zip(*batch[:2], strict=True):
+                if len(rows) < len(windows):  # several processes pad the last batch with repeated rows
+                    length = int(lengths[len(rows)])
+                    part = slice(len(start) - length, None) if left else slice(0, length)
+                    rows.append((start[part], end[part]))
+        options = self.options
+        return choose_answers(
+            windows,
+            rows,
+            n_best_size=options.n_best_size,
+            max_answer_length=options.max_answer_length,
+            no_answer=options.version_2_with_negative,
+            null_score_diff_threshold=options.null_score_diff_threshold,
+        )
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        begin = time.perf_counter()
+        windows: Windows = self.eval_dataset if eval_dataset is None else eval_dataset
+        self.last_answers = self.answers(windows, "Evaluation")
+        found = score(self.last_answers, windows.questions, self.options)
+        seconds = time.perf_counter() - begin
+        metrics: dict[str, float] = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        metrics[f"{metric_key_prefix}_runtime"] = round(seconds, 3)
+        metrics[f"{metric_key_prefix}_samples_per_second"] = round(len(windows.questions) / seconds, 2)
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if self.args.should_save:
+            self.recorder.write(
+                "examples", step=self.state.global_step, rows=examples(self.last_answers, windows.questions)
+            )
+        return metrics
+
+
+def score(answers: Sequence[Answer], questions: Sequence[Question], options: QaOptions) -> dict[str, float]:
+    predictions = {answer.id: answer.text for answer in answers}
+    if not options.version_2_with_negative:
+        return squad(predictions, questions)
+    # As the usual recipe does: predictions are final, and the leads of "no answer" are not handed on.
+    return squad_v2(predictions, questions)
+
+
+def examples(answers: Sequence[Answer], questions: Sequence[Question], most: int = 6) -> list[dict[str, Any]]:
+    """Some right and some wrong answers for the report, spread over the data."""
+    right: list[dict[str, Any]] = []
+    wrong: list[dict[str, Any]] = []
+    for answer, question in zip(answers, questions, strict=True):
+        good = max((exact_match(answer.text, text) for text in question.answers), default=float(not answer.text))
+        rows = right if good else wrong
+        chosen = answer.chosen
+        rows.append(
+            {
+                "id": question.id,
+                "question": question.question,
+                "context": question.context[:1500],
+                "answer": answer.text,
+                "begin": chosen.begin,
+                "end": chosen.end,
+                "expected": list(dict.fromkeys(question.answers))[:3],
+                "right": bool(good),
+                "probability": round(answer.probability, 4),
+            }
+        )
+    return [rows[i * len(rows) // most] for rows in (right, wrong) for i in range(min(most, len(rows)))]
+
+
+def save_answers(folder: Path, prefix: str, answers: Sequence[Answer], options: QaOptions) -> None:
+    """Predictions and n-best candidates under the names that the usual recipe gives them."""
+    run.write_json(folder / f"{prefix}_predictions.json", {answer.id: answer.text for answer in answers})
+    best = {
+        answer.id: [
+            {"text": c.text, "probability": c.probability, "start_logit": c.start_logit, "end_logit": c.end_logit}
+            for c in answer.candidates
+        ]
+        for answer in answers
+    }
+    run.write_json(folder / f"{prefix}_nbest_predictions.json", best)
+    if options.version_2_with_negative:
+        run.write_json(folder / f"{prefix}_null_odds.json", {answer.id: answer.no_answer_lead for answer in answers})
+
+
+def main(argv: list[str]) -> int:
+    job = run.begin("qa", argv, QaOptions)
+    args, options = job.args, job.data
+    from transformers import AutoModelForQuestionAnswering, set_seed
+
+    set_seed(args.seed)
+    config = load_config(job.model)
+    tokenizer = load_tokenizer(job.model)
+    options.max_seq_length = _room(options.max_seq_length, tokenizer, config)
+    sets = {split: _windows(job, tokenizer, split) for split, wanted in _splits(args) if wanted}
+    model = load_model(AutoModelForQuestionAnswering, job.model, config)
+    args.remove_unused_columns = False  # items hold what the model takes and nothing else
+    run.measure_peak(job)
+    trainer = QaTrainer(
+        model,
+        args,
+        options=options,
+        train_dataset=sets.get("train"),
+        eval_dataset=sets.get("validation"),
+        processing_class=tokenizer,
+        data_collator=Collator.of(tokenizer),
+    )
+    trainer.padded_length = options.max_seq_length if options.pad_to_max_length else None
+    run.dress(job, trainer)
+    metrics: dict[str, Any] = {}
+    if args.do_train:
+        run.train(job, trainer)
+    if args.do_eval:
+        metrics = trainer.evaluate()
+        if args.should_save:
+            trainer.save_metrics("eval", {**metrics, "eval_samples": len(sets["validation"].questions)})
+            save_answers(Path(args.output_dir), "eval", trainer.last_answers, options)
+        job.say(_sentence(metrics, len(sets["validation"].questions)))
+    if args.do_predict:
+        answers = trainer.answers(sets["test"], "Prediction")
+        if args.should_save:
+            save_answers(Path(args.output_dir), "predict", answers, options)
+        job.say(f"{len(answers):,} answers in {Path(args.output_dir) / 'predict_predictions.json'}")
+    run.finish(job, trainer, metrics)
+    return 0
+
+
+def _splits(args: Any) -> tuple[tuple[str, bool], ...]:
+    return (
+        ("train", args.do_train),
+        ("validation", args.do_eval or args.eval_strategy != "no"),
+        ("test", args.do_predict),
+    )
+
+
+def _windows(job: run.Job, tokenizer: Any, split: str) -> Windows:
+    options = job.data
+    training = split == "train"
+    file, most = {
+        "train": (options.train_file, options.max_train_samples),
+        "validation": (options.validation_file, options.max_eval_samples),
+        "test": (options.test_file, options.max_predict_samples),
+    }[split]
+    if file:
+        questions: Sequence[Question] = read_questions(
+            file, training=training, strict=options.strict, labelled=split != "test"
+        )
+    else:
+        faults = Faults(f"{options.dataset_name}[{split}]", options.strict)
+        rows = hub.load_split(options.dataset_name, options.dataset_config_name, split, job.model.cache_dir)
+        questions = collect(rows, faults, training=training, labelled=split != "test")
+        faults.settle(len(questions))
+    questions = run.cut(questions, most)
+    if split != "test" and not options.version_2_with_negative:
+        without = sum(not question.answers for question in questions)
+        if without:
+            log.warning(
+                "%s of %s %s questions have no answer; --version_2_with_negative lets the model say so",
+                f"{without:,}", f"{len(questions):,}", split,
+            )  # fmt: skip
+    return make_windows(
+        questions,
+        tokenizer,
+        max_seq_length=options.max_seq_length,
+        doc_stride=options.doc_stride,
+        training=training,
+        fresh=options.overwrite_cache,
+    )
+
+
+def _room(asked: int, tokenizer: Any, config: Any) -> int:
+    """The most tokens that tokenizer and model allow."""
+    most = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or asked)
+    if asked > most:
+        log.warning("--max_seq_length %s is more than the model takes; %s is used", asked, most)
+    if min(asked, most) < 8:
+        raise UserError(f"--max_seq_length {asked} leaves no room for a question and a text; 384 is usual")
+    return int(min(asked, most))
+
+
+def _sentence(metrics: dict[str, Any], questions: int) -> str:
+    exact = metrics.get("eval_exact_match", metrics.get("eval_exact", 0.0))
+    return f"EM {exact:.1f}, F1 {metrics['eval_f1']:.1f} on {questions:,} questions"

@@ -1,0 +1,187 @@
+"""What every `stoker train` run does around its task: options, resume, memory, training, files beside the model, the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from stoker.errors import UserError
+from stoker.hf import checkpoints
+from stoker.hf.trainer import Trainer
+from stoker.tasks import memory
+from stoker.tasks.display import Display
+from stoker.tasks.loading import quiet
+from stoker.tasks.options import OptionParser, command_line, given
+
+__all__ = ["Job", "begin", "cut", "finish", "train", "write_json"]
+
+log = logging.getLogger("stoker")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The options of one run."""
+
+    task: str
+    argv: list[str]
+    model: Any
+    data: Any
+    args: Any
+    console: Console
+
+    def say(self, sentence: str) -> None:
+        if self.args.process_index == 0:
+            self.console.print(sentence)
+
+
+def begin(task: str, argv: list[str], data_options: Any) -> Job:
+    """Reads the command line and makes the process quiet."""
+    _log_to_stderr()
+    quiet()
+    if (workers := _value("preprocessing_num_workers", argv)) is not None:
+        os.environ["RAYON_NUM_THREADS"] = workers  # tokenizers reads it once, when it first tokenizes
+    model, data, args = OptionParser(f"train {task}", data_options).read(argv)
+    if not (args.do_train or args.do_eval or args.do_predict):
+        raise UserError(f"stoker train {task} has nothing to do; give --do_train, --do_eval or --do_predict")
+    if args.do_train and not args.output_dir:
+        raise UserError("--output_dir is missing: where should the model go?")
+    _needs_data(args, data)
+    return Job(task, argv, model, data, args, Console(stderr=True, highlight=False, soft_wrap=True))
+
+
+def _log_to_stderr() -> None:
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+    log.setLevel(logging.WARNING)
+
+
+def _value(name: str, argv: list[str]) -> str | None:
+    spelling = f"--{name}"
+    for position, word in enumerate(argv):
+        if word == spelling and position + 1 < len(argv):
+            return argv[position + 1]
+        if word.startswith(spelling + "="):
+            return word.partition("=")[2]
+    return None
+
+
+def _needs_data(args: Any, data: Any) -> None:
+    if data.dataset_name or (getattr(data, "task_name", None) and not (data.train_file or data.validation_file)):
+        return
+    for wanted, file, flag in (
+        (args.do_train, data.train_file, "--train_file"),
+        (args.do_eval, data.validation_file, "--validation_file"),
+        (args.do_predict, data.test_file, "--test_file"),
+    ):
+        if wanted and not file:
+            raise UserError(f"{flag} is missing (or --dataset_name, for a data set on the hub)")
+
+
+def cut(rows: Sequence[Any], most: int | None) -> Sequence[Any]:
+    return rows if most is None else rows[:most]
+
+
+def resume_point(job: Job) -> Path | None:
+    """Where to go on from: the checkpoint asked for, or the newest in a folder that was used before."""
+    folder, asked = Path(job.args.output_dir), job.args.resume_from_checkpoint
+    if asked and str(asked).lower() not in {"true", "1", "yes"}:
+        return Path(asked)
+    if getattr(job.args, "overwrite_output_dir", None):
+        for checkpoint in checkpoints.all_checkpoints(folder):
+            checkpoints.remove(checkpoint)
+        return None
+    checkpoints.tidy(folder)
+    found = checkpoints.last_good(folder)
+    if found is None and asked:
+        raise UserError(f"there is no checkpoint to resume from in {folder}")
+    if found is not None and not asked:
+        job.say(f"going on from {found} (--overwrite_output_dir starts over)")
+    return found
+
+
+def train(job: Job, trainer: Trainer, **facts: Any) -> None:
+    """Trains, saves model, metrics and state; `facts` go to the run's log."""
+    args = job.args
+    lengths = trainer.train_dataset.lengths
+    optimized = getattr(args, "use_ipex", None) is not False
+    if not job.data.skip_memory_check:
+        need = memory.check_memory(trainer.model, lengths, args, optimized=optimized)
+        job.say(f"{len(lengths):,} training rows, {int(lengths.sum()):,} tokens; about {need / 1e9:.1f} GB of memory")
+    checkpoint = resume_point(job)
+    words = [word for word in command_line()]
+    if "--overwrite_output_dir" in words:
+        words.remove("--overwrite_output_dir")
+    trainer.resume_command = shlex.join(words)
+    trainer.recorder.task = {"task": job.task, "command": shlex.join(command_line()), **facts}
+    result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.save_model()
+    if args.should_save:
+        trainer.save_metrics("train", {**result.metrics, "train_samples": len(lengths)})
+        trainer.save_state()
+
+
+def dress(job: Job, trainer: Trainer) -> None:
+    """Our display instead of transformers' bars and prints; figures often enough to draw a curve from."""
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Display())
+    if not given("logging_steps", job.argv) and job.args.do_train:
+        rows = len(trainer.train_dataset)
+        steps = job.args.max_steps if job.args.max_steps > 0 else (
+            job.args.num_train_epochs * rows / (job.args.train_batch_size * job.args.gradient_accumulation_steps)
+        )  # fmt: skip
+        job.args.logging_steps = max(int(steps / 100), 1)
+
+
+def measure_peak(job: Job) -> None:
+    """Measures what the machine reaches, once per machine, so that figures can say what share of it is used."""
+    from stoker.machine import rates, this_machine
+
+    machine = this_machine()
+    if job.args.process_index == 0 and job.args.do_train and rates.known(machine) is None:
+        job.say("measuring what this machine can do (once, 6 seconds)")
+        rates.forgotten_reason(machine, rates.measure(machine))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Written beside and renamed, like everything a kill must not leave half done."""
+    beside = path.with_name(f".{path.name}.partial")
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    beside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    """The model card and the report."""
+    if not job.args.should_save or not job.args.do_train:
+        return
+    from stoker.report.log import read_run
+
+    folder = Path(job.args.output_dir)
+    try:
+        run = read_run(folder)
+    except FileNotFoundError:
+        return
+    from stoker.tasks.card import model_card
+
+    (folder / "README.md").write_text(model_card(job, trainer, metrics, run), encoding="utf-8")
+    try:
+        from stoker.report.page import write_report
+    except ImportError as error:
+        job.say(f"no report.html was made: it needs matplotlib (pip install 'stoker[report]'; {error})")
+        return
+    path = write_report(folder)
+    job.say(f"model in {folder}, report in {path}")

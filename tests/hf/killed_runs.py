@@ -1,0 +1,122 @@
+"""Runs trainings that are killed and resumed, each in a fork of this process: `python killed_runs.py FOLDER < scenarios`.
+
+A scenario is a list of kills, one JSON list per line: "step:N" (SIGKILL during step N), "write:N" (SIGKILL before the N-th
+write, fsync or rename of a checkpoint) or "SIGTERM:N" and "SIGINT:N" (in step N). After the last kill the run is resumed
+until it ends. Prints one JSON object per scenario: how each process ended, and a hash of the final weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+
+torch.set_num_threads(1)  # a process with running OpenMP threads cannot be forked
+
+import tiny  # noqa: E402
+
+import stoker.hf.trainer  # noqa: E402, F401  imported here, once, not in every fork
+from stoker.hf import checkpoints  # noqa: E402
+
+SETTINGS: dict[str, Any] = {
+    "save_total_limit": 2,
+    "save_steps": 3,
+    "max_steps": 14,
+    "gradient_accumulation_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+}
+
+
+def main() -> None:
+    home = Path(sys.argv[1])
+    tiny.trainer(home / "warm-up", max_steps=1, save_strategy="no").train()
+    for number, line in enumerate(sys.stdin):
+        scenario = json.loads(line)
+        folder = home / f"run-{number}"
+        folder.mkdir()
+        ends = [_fork(folder, kill, scenario.get("settings", {})) for kill in [*scenario["kills"], None]]
+        final = folder / "final.txt"
+        print(
+            "RESULT", json.dumps({"ends": ends, "weights": final.read_text() if final.exists() else None}), flush=True
+        )
+
+
+def _fork(folder: Path, kill: str | None, settings: dict[str, Any]) -> int:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            output = os.open(folder / "output.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            _train(folder, kill, settings)
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _train(folder: Path, kill: str | None, settings: dict[str, Any]) -> None:
+    trainer = tiny.trainer(folder, **{**SETTINGS, **settings})
+    if kill is not None:
+        kind, _, at = kill.partition(":")
+        if kind == "write":
+            _kill_before_write(int(at))
+        else:
+            _signal_in_step(trainer, int(at), signal.SIGKILL if kind == "step" else signal.Signals[kind])
+    last = checkpoints.last_good(folder)
+    trainer.train(resume_from_checkpoint=str(last) if last else None)
+    digest = hashlib.sha256()
+    for name, value in sorted(trainer.model.state_dict().items()):
+        digest.update(name.encode() + value.numpy().tobytes())
+    (folder / "final.txt").write_text(digest.hexdigest())
+
+
+def _signal_in_step(trainer: Any, step: int, number: int) -> None:
+    original, sent = trainer.compute_loss, []
+
+    def compute_loss(*args: Any, **named: Any) -> Any:
+        if trainer.state.global_step == step and trainer.model.training and not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return original(*args, **named)
+
+    trainer.compute_loss = compute_loss
+
+
+def _kill_before_write(count: int) -> None:
+    """Counts the calls by which checkpoints get on the disk, and dies before the count-th of them."""
+    left = [count]
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **named)
+
+        return call
+
+    torch.save = counted(torch.save)
+    for name in ("fsync", "rename", "unlink", "rmdir", "mkdir"):
+        setattr(os, name, counted(getattr(os, name)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""A run that is killed and resumed ends with bitwise the weights of one that was not, wherever the kill falls."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def runs(folder: Path, scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "killed_runs.py"), str(folder)],
+        input="\n".join(json.dumps(scenario) for scenario in scenarios),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+
+
+def outputs(folder: Path) -> str:
+    return "\n".join(path.read_text()[-1500:] for path in sorted(folder.glob("run-*/output.txt")))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"tokens_per_batch": 48}, {"group_by_length": True, "eval_strategy": "epoch", "max_steps": 16}],
+    ids=["by rows", "by tokens", "by length"],
+)
+def test_killed_at_random_steps_a_run_ends_with_the_same_weights(tree_path: Path, settings: dict[str, Any]) -> None:
+    chance = random.Random(str(settings))
+    scenarios: list[dict[str, Any]] = [{"kills": [], "settings": settings}]
+    for _ in range(4):
+        kills = sorted(chance.sample(range(1, 14), 2))
+        scenarios.append({"kills": [f"step:{step}" for step in kills], "settings": settings})
+    results = runs(tree_path, scenarios)
+    assert results[0]["ends"] == [0]
+    for scenario, result in zip(scenarios[1:], results[1:], strict=True):
+        assert result["ends"] == [-9, -9, 0], (scenario, outputs(tree_path))
+        assert result["weights"] == results[0]["weights"], scenario
+
+
+def test_killed_inside_the_writing_of_a_checkpoint_a_run_ends_with_the_same_weights(tree_path: Path) -> None:
+    chance = random.Random(7)
+    points = [*range(14), *sorted(chance.sample(range(14, 70), 6))]
+    scenarios: list[dict[str, Any]] = [{"kills": []}, *({"kills": [f"write:{point}"]} for point in points)]
+    results = runs(tree_path, scenarios)
+    for scenario, result in zip(scenarios[1:], results[1:], strict=True):
+        assert result["ends"] == [-9, 0], (scenario, outputs(tree_path))
+        assert result["weights"] == results[0]["weights"], scenario
+
+
+def test_a_signal_ends_the_step_saves_and_tells_how_to_go_on(tree_path: Path) -> None:
+    results = runs(tree_path, [{"kills": []}, {"kills": ["SIGTERM:5"]}, {"kills": ["SIGINT:7"]}])
+    assert results[1]["ends"] == [143, 0], outputs(tree_path)
+    assert results[2]["ends"] == [130, 0], outputs(tree_path)
+    assert results[1]["weights"] == results[2]["weights"] == results[0]["weights"]
+    said = (tree_path / "run-1" / "output.txt").read_text()
+    assert "Stopped by SIGTERM after step 6" in said
+    assert f'trainer.train(resume_from_checkpoint="{tree_path / "run-1" / "checkpoint-6"}")' in said
+    assert "Stopped by Ctrl-C after step 8" in (tree_path / "run-2" / "output.txt").read_text()
