@@ -56,6 +56,13 @@ def test_launchers_are_found_on_the_path_and_asked(tmp_path: Path) -> None:
     assert found["srun"].kind == "unknown"
 
 
+def test_a_launcher_that_calls_its_neighbours_is_recognised_off_the_path(tmp_path: Path) -> None:
+    _program(tmp_path, "mpirun", "mpiexec.hydra --version")
+    _program(tmp_path, "mpiexec.hydra", f"cat <<'END'\n{INTEL}END")
+    found = find_launchers(str(tmp_path))[0]
+    assert (found.kind, found.version) == ("Intel MPI", "2021.18")
+
+
 def test_a_launcher_that_never_answers_does_not_hold_up_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,9 +42,12 @@ def find_launchers(path: str | None = None) -> tuple[Launcher, ...]:
 def _ask(program: str, path: str) -> Launcher:
     if program == "torchrun":  # answering would import torch; its version is torch's
         return Launcher(program, "torchrun", None, path)
+    # Intel's mpirun is a script that calls its neighbours by name, and a venv's programs need not be on PATH.
+    beside = os.pathsep.join((os.path.dirname(path), os.environ.get("PATH", os.defpath)))
     try:
         answer = subprocess.run(
             [path, "--version"],
+            env={**os.environ, "PATH": beside},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -62,7 +65,7 @@ def recognise(answer: str) -> tuple[str, str | None]:
     for kind, mark, number in (
         ("Intel MPI", r"Intel\(R\) MPI", r"Version\s+([\d.]+)"),
         ("Open MPI", r"Open MPI|OpenRTE", r"(?:Open MPI\)?|OpenRTE\)?)\s+v?(\d[\w.]*)"),
-        ("MPICH", r"HYDRA|mpich", r"Version:\s+(\d[\w.]*)"),
+        ("MPICH", r"HYDRA build details|^MPICH", r"Version:\s+(\d[\w.]*)"),
         ("Slurm", r"^slurm", r"slurm(?:-wlm)?\s+(\d[\w.]*)"),
     ):
         if re.search(mark, answer, re.I | re.M):
