@@ -230,11 +230,14 @@ def _mpirun(value: Any, where: str) -> tuple[str | None, int | None]:
 
 
 def _dynamo(keys: dict[str, Any]) -> str:
-    old = keys.pop("dynamo_backend", None)  # before dynamo_config existed
-    nested = keys.get("dynamo_config") or {}
-    if not nested:
-        keys.pop("dynamo_config", None)
-    value = nested.get("dynamo_backend", old) if isinstance(nested, dict) else old
+    """The backend; what else stands under dynamo_config stays there."""
+    value = keys.pop("dynamo_backend", None)  # before dynamo_config existed
+    nested = keys.pop("dynamo_config", None)
+    if isinstance(nested, dict):
+        rest = dict(nested)
+        value = rest.pop("dynamo_backend", value)
+        if rest:
+            keys["dynamo_config"] = rest
     return "no" if value in (None, False) else str(value).lower()
 
 

@@ -50,8 +50,8 @@ def parse(text: str, where: str = "hostfile") -> tuple[Host, ...]:
 
 
 def _host(content: str, number: int, where: str) -> Host:
-    word, _, rest = content.partition(" ")
-    word, rest = word.strip(), rest.replace("\t", " ").strip()
+    word, *others = content.split(maxsplit=1)
+    rest = others[0] if others else ""
     name, slots = word, None
     if bracketed := re.fullmatch(r"\[([^\]]+)\](?::(\d+))?", word):
         name, slots = bracketed[1], bracketed[2]

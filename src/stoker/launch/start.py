@@ -21,9 +21,9 @@ def start(options: Options) -> int:
     """Runs the script as asked; does not return where this very process becomes the script's."""
     config, path = configuration.find(options.config_file)
     if options.emit:
-        from stoker.launch import emit
+        from stoker.launch.emit import emit
 
-        print(emit.emit(options, config), end="")
+        print(emit(options, config), end="")
         return 0
     rank = discover(os.environ)
     first = rank is None or rank.rank == 0

@@ -1,0 +1,310 @@
+"""Config files of any age are read, explained, checked and written, and today's accelerate takes what is migrated."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stoker.cli import main
+from stoker.errors import UserError
+from stoker.launch import config as configuration
+from stoker.launch import migrate
+from stoker.launch.ask import ask_all, move
+from stoker.launch.check import check
+from stoker.launch.config import Config
+from stoker.launch.questions import to_config
+from stoker.machine import Machine
+
+Recorded = Callable[[str], Machine]
+
+# The two files of accelerate's guide for IPEX, as `accelerate config` wrote them then.
+ONE_PROCESS = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: 'NO'
+downcast_bf16: 'no'
+ipex_config:
+  ipex: true
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 1
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: true
+"""
+MANY_MACHINES = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_CPU
+dynamo_backend: 'NO'
+ipex_config:
+  ipex: true
+machine_rank: 0
+main_process_ip: 36.112.23.24
+main_process_port: 29500
+main_training_function: main
+mixed_precision: bf16
+mpirun_config:
+  mpirun_ccl: '1'
+  mpirun_hostfile: /home/user/hostfile
+num_machines: 4
+num_processes: 16
+rdzv_backend: static
+same_network: true
+use_cpu: true
+"""
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No config file of the person who runs the tests is read."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    return tmp_path
+
+
+def read(text: str) -> Config:
+    return Config.from_mapping(yaml.safe_load(text))
+
+
+def test_both_files_of_the_old_guide_are_read() -> None:
+    one, many = read(ONE_PROCESS), read(MANY_MACHINES)
+    assert (one.several, one.ipex, one.mixed_precision, one.num_processes) == (False, True, "bf16", 1)
+    assert (many.several, many.num_machines, many.num_processes, many.main_process_ip) == (True, 4, 16, "36.112.23.24")
+    assert (many.hostfile, many.ccl_workers, many.dynamo_backend) == ("/home/user/hostfile", 1, "no")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("fp16: true\ndistributed_type: NO\n", "mixed_precision", "fp16"),  # before mixed_precision existed
+        ("mixed_precision: no\n", "mixed_precision", "no"),  # False in yaml
+        ("distributed_type: no\n", "distributed_type", "NO"),  # False in yaml
+        ("distributed_type: MULTI_XPU\nnum_processes: 4\n", "distributed_type", "MULTI_CPU"),
+        ("dynamo_backend: INDUCTOR\n", "dynamo_backend", "inductor"),
+        ("dynamo_config:\n  dynamo_backend: INDUCTOR\n", "dynamo_backend", "inductor"),
+        ("ipex_config:\n  ipex: false\n", "ipex", False),
+        ("ipex_config: {}\n", "ipex", True),
+        ("main_process_port: '29501'\n", "main_process_port", 29501),
+        ("mpirun_config: null\n", "hostfile", None),
+        ("{}", "num_machines", 1),
+    ],
+)
+def test_words_of_every_age_are_understood(text: str, name: str, value: object) -> None:
+    assert getattr(read(text), name) == value
+
+
+def test_json_of_the_first_versions_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "default_config.json"
+    path.write_text(json.dumps({"distributed_type": "MULTI_CPU", "num_processes": 2, "fp16": False}))
+    assert Config.read(path).num_processes == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [", "not valid yaml"),
+        ("- 1\n- 2\n", "must hold keys and values"),
+        ("distributed_type: DEEPSPEED\n", "DEEPSPEED is not for CPUs"),
+        ("distributed_type: NONSENSE\n", "must be NO or MULTI_CPU"),
+        ("num_processes: many\n", "num_processes is 'many'"),
+        ("mixed_precision: int3\n", "must be one of no, bf16"),
+        ("compute_environment: AMAZON_SAGEMAKER\n", "LOCAL_MACHINE"),
+        ("use_cpu: perhaps\n", "must be true or false"),
+    ],
+)
+def test_a_file_that_cannot_be_followed_is_answered_by_one_sentence(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=says) as caught:
+        Config.read(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_written_is_read_back_and_has_accelerates_names(tmp_path: Path) -> None:
+    config = Config(
+        distributed_type="MULTI_CPU", num_machines=2, num_processes=4, main_process_ip="10.0.0.1", main_process_port=1234,
+        mixed_precision="bf16", ipex=False, hostfile="hosts", ccl_workers=2, threads=3, launcher="impi",
+        dynamo_backend="inductor",
+    )  # fmt: skip
+    config.write(tmp_path / "deep" / "c.yaml")
+    again = Config.read(tmp_path / "deep" / "c.yaml")
+    assert again == config
+    keys = yaml.safe_load((tmp_path / "deep" / "c.yaml").read_text())
+    assert {"compute_environment", "distributed_type", "ipex_config", "machine_rank", "main_process_ip", "main_process_port",
+            "main_training_function", "mixed_precision", "num_machines", "num_processes", "rdzv_backend", "same_network",
+            "use_cpu"} <= set(keys)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [ONE_PROCESS, MANY_MACHINES])
+def test_a_migrated_file_is_taken_by_todays_accelerate(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    old = tmp_path / "old.yaml"
+    old.write_text(text)
+    with pytest.raises(ValueError, match="unknown keys"):
+        load_config_from_file(str(old))
+    assert main(["config", "migrate", str(old)]) == 0
+    taken = load_config_from_file(str(tmp_path / "old.migrated.yaml"))
+    assert taken.num_processes == yaml.safe_load(text)["num_processes"]
+    said = capsys.readouterr().out
+    assert "ipex_config" in said
+    assert "stoker launch" in said
+    assert Config.read(tmp_path / "old.migrated.yaml").num_machines == yaml.safe_load(text)["num_machines"]
+
+
+def test_every_retired_key_is_explained() -> None:
+    old = yaml.safe_load(MANY_MACHINES) | {"fp16": True, "use_xpu": True, "own_key": 1}
+    said = "\n".join(migrate.explain(old, Config.from_mapping(old)))
+    for key in ("ipex_config", "mpirun_ccl", "fp16", "dynamo_backend", "use_xpu", "own_key"):
+        assert key in said
+    assert "own_key" not in migrate.for_accelerate(Config.from_mapping(old))
+
+
+def test_sixteen_processes_on_four_machines_of_two_cores_are_a_contradiction(recorded: Recorded) -> None:
+    config = Config(
+        distributed_type="MULTI_CPU", num_machines=4, num_processes=16, main_process_ip="127.0.0.1", main_process_port=1
+    )
+    texts = [finding.text for finding in check(config, recorded("avx2_vm")) if finding.severity == "wrong"]
+    assert not any("processes" in text for text in texts)
+    config = Config(
+        distributed_type="MULTI_CPU", num_machines=4, num_processes=32, main_process_ip="127.0.0.1", main_process_port=1
+    )
+    texts = [finding.text for finding in check(config, recorded("avx2_vm")) if finding.severity == "wrong"]
+    assert any("32 processes on 4 machines are 8 on each" in text and "physical cores" in text for text in texts)
+
+
+def test_check_finds_a_busy_port_an_unknown_address_and_a_bad_hostfile(recorded: Recorded, tmp_path: Path) -> None:
+    machine = recorded("genoa")
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        config = Config(
+            distributed_type="MULTI_CPU", num_processes=2, main_process_ip="127.0.0.1", main_process_port=port
+        )
+        assert any(f"port {port} is in use" in finding.text for finding in check(config, machine))
+    config = Config(
+        distributed_type="MULTI_CPU", num_machines=2, num_processes=2, main_process_ip="no-such-host.invalid"
+    )
+    assert any("no-such-host.invalid is not known" in finding.text for finding in check(config, machine))
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1\n127.0.0.1\n")
+    config = Config(distributed_type="MULTI_CPU", num_machines=2, num_processes=2, hostfile=str(hosts))
+    assert any("stands already in line 1" in finding.text for finding in check(config, machine))
+    config = Config(num_processes=4)
+    assert any("distributed_type NO" in finding.text for finding in check(config, machine))
+
+
+def test_check_ends_with_1_for_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("distributed_type: MULTI_CPU\nnum_machines: 2\nnum_processes: 3\nmain_process_ip: 127.0.0.1\n")
+    assert main(["config", "check", str(path)]) == 1
+    assert "cannot be divided evenly" in capsys.readouterr().out
+    path.write_text("distributed_type: NO\n")
+    assert main(["config", "check", str(path)]) == 0
+
+
+def test_plain_answers_when_piped(recorded: Recorded) -> None:
+    lines = ["", "multi-CPU", "2", "impi", "hosts", "yes", "", "no", "", "4", "", "bf16"]
+    screen = io.StringIO()
+    answers = ask_all({}, recorded("ice_lake"), io.StringIO("\n".join(lines) + "\n"), screen)
+    config = to_config(answers)
+    assert (config.num_machines, config.num_processes, config.launcher, config.hostfile) == (2, 4, "impi", "hosts")
+    assert (config.ipex, config.mixed_precision, config.threads) == (False, "bf16", None)
+    assert "IPEX" in screen.getvalue()
+
+
+def test_the_machine_proposes_processes_and_threads(recorded: Recorded) -> None:
+    screen = io.StringIO()
+    answers = ask_all({}, recorded("sapphire_rapids_4"), io.StringIO("\n" * 20), screen)
+    assert answers["distributed_type"] == "MULTI_CPU"
+    assert answers["num_processes"] == 4
+    assert "[28]" in screen.getvalue()
+    assert answers["mixed_precision"] == "bf16"
+
+
+def test_every_question_is_also_a_flag(homeless: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["config", "--yes", "--distributed_type", "MULTI_CPU", "--num_machines", "2", "--num_processes", "2",
+             "--launcher", "torchrun", "--machine-rank", "1", "--main_process_ip", "localhost", "--main_process_port", "2222",
+             "--same_network", "no", "--use_cpu", "yes", "--ipex", "no", "--dynamo", "no", "--mixed_precision", "bf16",
+             "--num_cpu_threads_per_process", "1", "--compute_environment", "LOCAL_MACHINE"]  # fmt: skip
+    assert main(words) == 0
+    config = Config.read(configuration.own_path())
+    assert (config.machine_rank, config.main_process_port, config.same_network, config.ipex) == (1, 2222, False, False)
+    capsys.readouterr()
+    assert main(["config", "show"]) == 0
+    assert "main_process_port: 2222" in capsys.readouterr().out
+
+
+def test_a_wrong_answer_in_a_pipe_is_one_sentence(recorded: Recorded) -> None:
+    with pytest.raises(UserError, match="answer with one of NO, MULTI_CPU"):
+        ask_all({}, recorded("genoa"), io.StringIO("\nGPU\n"), io.StringIO())
+
+
+def test_the_mark_moves_by_arrows_and_digits_and_goes_round() -> None:
+    assert [move(key, 0, 3) for key in ("up", "down", "k", "j", "2", "9", "x")] == [2, 1, 2, 1, 2, 0, 0]
+
+
+def test_arrow_keys_choose_in_a_terminal(tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    path = tmp_path / "c.yaml"
+    code = "import sys; from stoker.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "config", "--config_file", str(path)],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    # environment, type (one down: multi-CPU), machines, launcher, CPU only, IPEX (one down: no), dynamo, processes, threads,
+    # precision (one down). Each key is sent when its question stands on the screen.
+    steps = [("environment", b"\r"), ("type of machine", b"\x1b[B\r"), ("different machines", b"\r"), ("start the", b"\r"),
+             ("CPU only", b"\r"), ("IPEX", b"\x1b[B\r"), ("dynamo", b"\r"), ("in all", b"2\r"), ("threads", b"\r"),
+             ("mixed precision", b"\x1b[B\r")]  # fmt: skip
+    seen = ""
+    for words, keys in steps:
+        while words not in seen or (keys.startswith(b"\x1b") and "➔" not in seen.partition(words)[2]):
+            seen += os.read(controller, 4096).decode(errors="replace")
+        seen = ""
+        for key in [keys[:3], keys[3:]] if keys.startswith(b"\x1b") else [keys]:
+            os.write(controller, key)
+            if key.startswith(b"\x1b"):
+                while "➔" not in seen:
+                    seen += os.read(controller, 4096).decode(errors="replace")
+    try:
+        while os.read(controller, 4096):
+            pass
+    except OSError:
+        pass
+    assert process.wait(timeout=30) == 0
+    config = Config.read(path)
+    assert (config.several, config.ipex, config.num_processes) == (True, False, 2)
+
+
+def test_the_default_file_is_stokers_own_then_accelerates(homeless: Path) -> None:
+    assert configuration.find(None) == (Config(), None)
+    accelerates = homeless / "hf" / "accelerate" / "default_config.yaml"
+    accelerates.parent.mkdir(parents=True)
+    accelerates.write_text("num_processes: 3\n")
+    assert configuration.find(None)[1] == accelerates
+    Config(num_processes=5).write(configuration.own_path())
+    assert configuration.find(None)[0].num_processes == 5
+    with pytest.raises(UserError, match="does not exist"):
+        configuration.find("nowhere.yaml")

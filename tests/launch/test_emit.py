@@ -1,0 +1,161 @@
+"""Batch scripts and manifests say what the launch would have done, are valid, and quote every word for where it goes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+
+from stoker.cli.launch import parse
+from stoker.errors import UserError
+from stoker.launch.config import Config
+from stoker.launch.emit import emit
+
+HOSTILE = ["a b", "$(touch pwned)", "it's", '"', "new\nline", "$HOME", "$$(X)"]
+
+# sbatch's long options that are used here, with the form of their values (sbatch(1)).
+SBATCH = {
+    "job-name": r"[\w-]+", "nodes": r"\d+", "ntasks": r"\d+", "ntasks-per-node": r"\d+", "cpus-per-task": r"\d+",
+    "exclusive": None, "time": r"[\d:-]+", "partition": r"\w+", "output": r"\S+",
+}  # fmt: skip
+
+# The parts of the Kubernetes API (batch/v1 Job, v1 Service) that a manifest of ours may use: a type, or (type, required).
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+CONTAINER = {
+    "name": (str, True), "image": (str, True), "command": ([str], False),
+    "resources": ({"requests": ({"cpu": (str, False)}, False), "limits": ({"cpu": (str, False)}, False)}, False),
+    "ports": ([{"containerPort": (int, True), "name": (str, False)}], False),
+    "volumeMounts": ([{"name": (str, True), "mountPath": (str, True)}], False),
+}  # fmt: skip
+POD = {
+    "restartPolicy": (str, True), "subdomain": (str, False), "containers": ([CONTAINER], True),
+    "volumes": ([{"name": (str, True), "emptyDir": ({"medium": (str, False)}, False)}], False),
+}  # fmt: skip
+METADATA = {"name": (str, True), "labels": ({"app": (str, True)}, False)}
+SCHEMAS: dict[str, Any] = {
+    "Job": {
+        "apiVersion": (str, True), "kind": (str, True), "metadata": (METADATA, True),
+        "spec": ({
+            "completions": (int, False), "parallelism": (int, False), "completionMode": (str, False),
+            "backoffLimit": (int, False),
+            "template": ({"metadata": ({"labels": ({"app": (str, True)}, False)}, False), "spec": (POD, True)}, True),
+        }, True),
+    },
+    "Service": {
+        "apiVersion": (str, True), "kind": (str, True), "metadata": (METADATA, True),
+        "spec": ({
+            "clusterIP": (str, False), "publishNotReadyAddresses": (bool, False), "selector": ({"app": (str, True)}, True),
+            "ports": ([{"name": (str, False), "port": (int, True)}], True),
+        }, True),
+    },
+}  # fmt: skip
+
+
+def validate(value: Any, schema: Any, where: str) -> None:
+    if isinstance(schema, dict):
+        assert isinstance(value, dict), where
+        assert set(value) <= set(schema), f"{where}: {set(value) - set(schema)} is not in the schema"
+        for key, (inner, required) in schema.items():
+            assert key in value or not required, f"{where}.{key} is missing"
+            if key in value:
+                validate(value[key], inner, f"{where}.{key}")
+    elif isinstance(schema, list):
+        assert isinstance(value, list), where
+        for number, item in enumerate(value):
+            validate(item, schema[0], f"{where}[{number}]")
+    else:
+        assert type(value) is schema, f"{where} is {value!r}, not {schema.__name__}"
+
+
+@pytest.mark.parametrize("machines", [1, 4])
+def test_manifests_follow_the_schema(machines: int) -> None:
+    words = [
+        "--emit",
+        "kubernetes",
+        "--emit_image",
+        "r/i:1",
+        "--num_machines",
+        str(machines),
+        "-ppn",
+        "2",
+        "Train_QA.py",
+    ]
+    documents = list(yaml.safe_load_all(emit(parse(words), Config(threads=4))))
+    assert [document["kind"] for document in documents] == (["Service", "Job"] if machines > 1 else ["Job"])
+    for document in documents:
+        validate(document, SCHEMAS[document["kind"]], document["kind"])
+        assert NAME.fullmatch(document["metadata"]["name"])
+    job = documents[-1]["spec"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (machines, machines, "Indexed")
+    assert job["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] == "8"
+
+
+def expand(word: str) -> str:
+    """What Kubernetes makes of a word of `command`: $$ is $, $(NAME) a variable."""
+    return re.sub(r"\$\$|\$\((\w+)\)", lambda match: "$" if match[0] == "$$" else f"<{match[1]}>", word)
+
+
+def test_kubernetes_delivers_the_scripts_words_unchanged() -> None:
+    words = ["--emit", "kubernetes", "--emit_image", "i", "--num_machines", "2", "s.py", *HOSTILE]
+    job = list(yaml.safe_load_all(emit(parse(words), Config())))[-1]
+    command = [expand(word) for word in job["spec"]["template"]["spec"]["containers"][0]["command"]]
+    assert command[-len(HOSTILE) :] == HOSTILE
+    assert command[command.index("--machine_rank") + 1] == "<JOB_COMPLETION_INDEX>"
+
+
+def test_a_batch_script_is_valid_and_quotes_every_word(tmp_path: Any) -> None:
+    words = [
+        "--emit",
+        "slurm",
+        "--num_machines",
+        "2",
+        "-ppn",
+        "4",
+        "--emit_time",
+        "04:00:00",
+        "--emit_partition",
+        "cpu",
+        "s.py",
+    ]
+    text = emit(parse([*words, *HOSTILE]), Config(mixed_precision="bf16"))
+    for line in text.splitlines():
+        if line.startswith("#SBATCH"):
+            name, _, value = line.removeprefix("#SBATCH --").partition("=")
+            form = SBATCH[name]
+            assert form is None if not value else re.fullmatch(form or "", value), line
+    assert "--nodes=2" in text
+    assert "--ntasks=8" in text
+    assert "--ntasks-per-node=4" in text
+    # Run it with an srun that prints its arguments.
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", text], capture_output=True, text=True, cwd=tmp_path, check=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_CPUS_ON_NODE": "32"},
+    )  # fmt: skip
+    arguments = done.stdout.split("\0")[:-1]
+    assert arguments[-len(HOSTILE) :] == HOSTILE
+    assert arguments[2:6] == ["stoker", "launch", "--mixed_precision", "bf16"]
+    assert [path.name for path in tmp_path.iterdir()] == ["srun"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--emit", "kubernetes", "s.py"], "--emit_image"),
+        (["--emit", "slurm", "--emit_time", "1\n#SBATCH --uid=0", "s.py"], "not something Slurm takes"),
+        (["--emit", "slurm", "--num_machines", "2", "-n", "3", "s.py"], "evenly"),
+    ],
+)
+def test_what_cannot_be_emitted_is_one_sentence(words: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        emit(parse(words), Config())
+
+
+def test_no_ipex_and_variables_go_along() -> None:
+    text = emit(parse(["--emit", "slurm", "-genv", "A=b c", "-m", "pkg.mod"]), Config(ipex=False))
+    assert shlex.split(text.splitlines()[-1])[-6:] == ["launch", "--no-ipex", "-genv", "A=b c", "-m", "pkg.mod"]

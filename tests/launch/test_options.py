@@ -1,0 +1,183 @@
+"""The options of accelerate, mpirun and ipexrun all mean something; what stands after the script is the script's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.cli import main
+from stoker.cli.launch import parse
+from stoker.errors import UserError
+from stoker.launch.config import Config
+from stoker.launch.options import Options
+from stoker.launch.plan import Plan, make, show
+from stoker.launch.settings import Settings
+from stoker.machine import Machine
+
+Recorded = Callable[[str], Machine]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--config_file c.yaml", {"config_file": "c.yaml"}),
+        ("--cpu", {"cpu": True}),
+        ("--ipex", {"ipex": True}),
+        ("--no-ipex", {"ipex": False}),
+        ("--mixed_precision bf16", {"mixed_precision": "bf16"}),
+        ("--num_processes 2", {"processes": 2}),
+        ("--num-processes=2", {"processes": 2}),
+        ("-n 2", {"processes": 2}),
+        ("-np 2", {"processes": 2}),
+        ("-ppn 4", {"per_machine": 4}),
+        ("--num_machines 3 --machine_rank 1", {"machines": 3, "machine_rank": 1}),
+        ("--nnodes 3", {"machines": 3}),
+        ("--main_process_ip h --main_process_port 1", {"main_process_ip": "h", "main_process_port": 1}),
+        ("--master-addr h --master-port 1", {"main_process_ip": "h", "main_process_port": 1}),
+        ("--num_cpu_threads_per_process 6", {"threads": 6}),
+        ("--mpirun_hostfile f", {"hostfile": "f"}),
+        ("-f f", {"hostfile": "f"}),
+        ("-hostfile f", {"hostfile": "f"}),
+        ("--mpirun_ccl 2", {"workers": 2}),
+        ("--ccl-worker-count 2", {"workers": 2}),
+        ("--max_restarts 3", {"max_restarts": 3}),
+        ("-m", {"module": True}),
+        ("-genv A 1 -genv B=2", {"genv": (("A", "1"), ("B", "2"))}),
+        ("--ninstances 2 --ncores-per-instance 8", {"per_machine": 2, "cores_per_process": 8}),
+        ("--nodes-list 0,1", {"nodes": (0, 1)}),
+        ("--use-logical-cores", {"logical": True}),
+        ("--memory-allocator tcmalloc", {"allocator": "tcmalloc"}),
+        ("--log-dir d", {"log_dir": "d"}),
+        ("--extra-mpi-params '-v -x'", {"extra_mpi": ("-v", "-x")}),
+        ("--dry-run", {"dry_run": True}),
+        ("--no-compat", {"compat": False}),
+    ],
+)
+def test_the_words_that_fingers_know(words: str, expected: dict[str, Any]) -> None:
+    import shlex
+
+    found = parse([*shlex.split(words), "script.py"])
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_what_follows_the_script_is_not_looked_at() -> None:
+    words = ["-n", "2", "s.py", "-n", "3", "--ipex", "--", "--dry-run", "a b", "", "$(x)"]
+    found = parse(words)
+    assert found.processes == 2
+    assert found.ipex is None
+    assert not found.dry_run
+    assert found.arguments == words[3:]
+    assert parse(["--", "s.py", "--", "x"]).arguments == ["--", "x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--num_procesess", "2", "s.py"], "did you mean --num_processes"),
+        (["-n", "0", "s.py"], "not a whole number above 0"),
+        (["-n", "2"], "which script"),
+        (["--mixed_precision", "int3", "s.py"], "int3"),
+        (["-ppn", "2", "--ninstances", "3", "s.py"], "contradict"),
+        (["--main_process_port", "99999", "s.py"], "not a port"),
+        (["-genv", "A-B=1", "s.py"], "NAME=VALUE"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        parse(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_old_words_without_effect_are_answered() -> None:
+    found = parse(["--enable_cpu_affinity", "--same_network", "s.py"])
+    assert len(found.notes) == 2
+    assert all(note.startswith("--") for note in found.notes)
+
+
+def test_settings_travel_as_one_word() -> None:
+    settings = Settings(nodes=(0, 1), master=("h", 1), environment=(("A", "b c"),), ipex=False, log_dir="x 'y\"")
+    assert Settings.from_word(settings.to_word()) == settings
+    assert Settings().to_word() == "{}"
+    with pytest.raises(UserError, match="not settings"):
+        Settings.from_word('{"unknown": 1}')
+
+
+def plan(options: Options, config: Config, machine: Machine) -> Plan:
+    return make(options, config, machine, {})
+
+
+def test_the_command_line_has_the_last_word(recorded: Recorded) -> None:
+    config = Config(distributed_type="MULTI_CPU", num_processes=4, mixed_precision="bf16", ipex=False, threads=3)
+    found = plan(parse(["-n", "2", "--mixed_precision", "no", "--ipex", "s.py"]), config, recorded("ice_lake"))
+    assert (found.size, found.settings.mixed_precision, found.settings.ipex, found.settings.threads) == (
+        2,
+        "no",
+        True,
+        3,
+    )
+    found = plan(parse(["s.py"]), config, recorded("ice_lake"))
+    assert (found.size, found.settings.mixed_precision, found.settings.ipex) == (4, "bf16", False)
+
+
+def test_a_multi_cpu_yaml_without_mpirun_runs_all_its_processes(recorded: Recorded) -> None:
+    found = plan(parse(["s.py"]), Config(distributed_type="MULTI_CPU", num_processes=2), recorded("avx2_vm"))
+    assert found.launcher == "torchrun"
+    assert len(found.ranks) == 2
+    found = plan(parse(["--cpu", "--num_processes", "2", "s.py"]), Config(), recorded("avx2_vm"))
+    assert found.launcher == "torchrun"
+    assert [rank.placement.threads for rank in found.ranks if rank.placement] == [2, 2]
+
+
+def test_one_process_gets_all_cores_and_several_machines_their_part(recorded: Recorded) -> None:
+    found = plan(parse(["--cpu", "s.py"]), Config(), recorded("genoa"))
+    assert found.launcher == "single"
+    assert found.ranks[0].placement
+    assert found.ranks[0].placement.threads == 192
+    config = Config(
+        distributed_type="MULTI_CPU", num_machines=4, num_processes=16, machine_rank=2, main_process_ip="10.0.0.1"
+    )
+    found = plan(parse(["s.py"]), config, recorded("genoa"))
+    assert [rank.rank for rank in found.ranks] == [8, 9, 10, 11]
+    assert found.port == 29500
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--num_machines", "2", "-n", "3", "s.py"], "cannot be divided evenly"),
+        (["--num_machines", "2", "-n", "2", "s.py"], "need --main_process_ip"),
+        (["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "h", "s.py"], "numbered 0 to 1"),
+        (["-n", "500", "s.py"], "Ask for at most"),
+        (["--launcher", "torchrun", "-f", "h", "s.py"], "takes no hostfile"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_before_anything_starts(words: list[str], says: str, recorded: Recorded) -> None:
+    with pytest.raises(UserError, match=says):
+        plan(parse(words), Config(), recorded("genoa"))
+
+
+def test_dry_run_shows_every_rank_and_the_very_command(recorded: Recorded) -> None:
+    options = parse(["-n", "4", "--mixed_precision", "bf16", "-genv", "A=b c", "s.py", "x y", "$(z)"])
+    text = show(plan(options, Config(), recorded("sapphire_rapids_4")), options, {})
+    assert text.count("rank ") == 4
+    assert "cores    28-55" in text
+    assert "memory   node 3" in text
+    assert "threads  28" in text
+    assert "ACCELERATE_MIXED_PRECISION=bf16" in text
+    assert "A='b c'" in text
+    assert "'x y' '$(z)'" in text
+
+
+def test_omp_num_threads_is_followed_where_it_fits(recorded: Recorded) -> None:
+    machine, options = recorded("ice_lake"), parse(["-n", "2", "s.py"])
+    for value, threads in (("4", 4), ("500", 40), ("2,3", 2), ("x", 40)):
+        found = make(options, Config(), machine, {"OMP_NUM_THREADS": value})
+        assert [rank.placement.threads for rank in found.ranks if rank.placement] == [threads] * 2
+
+
+def test_a_missing_script_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["launch", str(tmp_path / "none.py")]) == 2
+    assert "there is no script" in capsys.readouterr().err

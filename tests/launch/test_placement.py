@@ -1,0 +1,131 @@
+"""Processes are placed on whole cores, inside NUMA nodes, within the quota, and never too many: on the recorded machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from stoker.errors import UserError
+from stoker.launch.binding import ranges
+from stoker.launch.placement import Placement, parse_nodes, place
+from stoker.machine import Machine
+
+Recorded = Callable[[str], Machine]
+
+# machine, processes, threads of each, NUMA nodes of each
+DIVISIONS = [
+    ("sapphire_rapids_4", 1, 112, [(0, 1, 2, 3)]),
+    ("sapphire_rapids_4", 2, 56, [(0, 1), (2, 3)]),  # two nodes of one socket each
+    ("sapphire_rapids_4", 4, 28, [(0,), (1,), (2,), (3,)]),
+    ("sapphire_rapids_4", 8, 14, [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]),
+    ("sapphire_rapids_8", 8, 14, [(node,) for node in range(8)]),
+    ("ice_lake", 2, 40, [(0,), (1,)]),
+    ("genoa", 2, 96, [(0,), (1,)]),
+    ("avx2_vm", 1, 4, [()]),
+    ("avx2_vm", 4, 1, [(), (), (), ()]),
+    ("hybrid_laptop", 1, 6, [()]),
+    ("hybrid_laptop", 3, 2, [(), (), ()]),
+    ("graviton", 4, 16, [(), (), (), ()]),
+    ("container", 1, 3, [(0, 1)]),
+    ("container", 3, 1, None),
+    ("container_v1", 1, 3, [(0, 1)]),
+]
+
+
+@pytest.mark.parametrize(("name", "processes", "threads", "nodes"), DIVISIONS)
+def test_cores_are_divided(
+    name: str, processes: int, threads: int, nodes: list[tuple[int, ...]] | None, recorded: Recorded
+) -> None:
+    machine = recorded(name)
+    shares = place(machine, processes)
+    assert [share.threads for share in shares] == [threads] * processes
+    if nodes is not None:
+        assert [share.nodes for share in shares] == nodes
+    no_core_twice(machine, shares)
+
+
+def no_core_twice(machine: Machine, shares: tuple[Placement, ...]) -> None:
+    core_of = {cpu.number: cpu.core for cpu in machine.cpus}
+    used = [core_of[cpu] for share in shares for cpu in share.cpus + share.worker_cpus]
+    owners: dict[int, int] = {}
+    for share in shares:
+        for cpu in share.cpus + share.worker_cpus:
+            assert owners.setdefault(core_of[cpu], share.local_rank) == share.local_rank, (
+                "a core belongs to two processes"
+            )
+    assert set(used) <= {core.number for core in machine.usable_cores}
+
+
+@pytest.mark.parametrize(
+    "name", ["sapphire_rapids_4", "sapphire_rapids_8", "ice_lake", "genoa", "graviton", "hybrid_laptop"]
+)
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 5, 6])
+def test_whatever_the_number_shares_are_equal_and_apart(name: str, processes: int, recorded: Recorded) -> None:
+    machine = recorded(name)
+    shares = place(machine, processes)
+    assert len({len(share.cpus) for share in shares}) == 1
+    no_core_twice(machine, shares)
+    # No share lies in two sockets unless there are fewer processes than sockets.
+    socket_of = {cpu.number: cpu.socket for cpu in machine.cpus}
+    if processes % machine.sockets == 0:
+        assert all(len({socket_of[cpu] for cpu in share.cpus}) == 1 for share in shares)
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "rest"),
+    [
+        ("avx2_vm", 5, {}),
+        ("hybrid_laptop", 7, {}),
+        ("container", 4, {}),  # 64 cores, but a quota of 3.5
+        ("avx2_vm", 2, {"threads": 3}),
+        ("ice_lake", 80, {"workers": 1}),
+        ("genoa", 2, {"cores_per_process": 97}),
+    ],
+)
+def test_more_than_fits_is_refused_and_can_be_allowed(
+    name: str, processes: int, rest: dict[str, int], recorded: Recorded
+) -> None:
+    with pytest.raises(UserError, match="--oversubscribe") as caught:
+        place(recorded(name), processes, **rest)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert len(place(recorded(name), processes, oversubscribe=True, **rest)) == processes  # type: ignore[arg-type]
+
+
+def test_cores_are_left_for_communication_workers(recorded: Recorded) -> None:
+    shares = place(recorded("ice_lake"), 2, workers=2)
+    assert [share.threads for share in shares] == [38, 38]
+    assert all(len(share.worker_cpus) == 4 for share in shares)  # two cores with both their threads
+    no_core_twice(recorded("ice_lake"), shares)
+
+
+def test_efficiency_cores_and_siblings_only_when_asked(recorded: Recorded) -> None:
+    laptop = recorded("hybrid_laptop")
+    assert place(laptop, 1)[0].threads == 6
+    assert place(laptop, 1, efficiency=True)[0].threads == 14
+    assert place(laptop, 1, logical=True)[0].threads == 12
+
+
+def test_nodes_and_cores_per_process_are_followed(recorded: Recorded) -> None:
+    machine = recorded("sapphire_rapids_4")
+    shares = place(machine, 2, nodes=(2, 3))
+    assert [share.nodes for share in shares] == [(2,), (3,)]
+    shares = place(machine, 3, cores_per_process=10)
+    assert [len(share.cpus) for share in shares] == [10, 10, 10]
+    assert all(len(share.nodes) == 1 for share in shares)
+    with pytest.raises(UserError, match="NUMA node 9"):
+        place(machine, 1, nodes=(9,))
+
+
+def test_a_given_number_of_threads_takes_as_many_cores(recorded: Recorded) -> None:
+    share = place(recorded("ice_lake"), 2, threads=8)[1]
+    assert share.threads == 8
+    assert len(share.cpus) == 8
+    assert share.nodes == (1,)
+
+
+def test_lists_of_nodes_are_read_and_ranges_written() -> None:
+    assert parse_nodes("0,2-4") == (0, 2, 3, 4)
+    assert ranges((0, 1, 2, 5)) == "0-2,5"
+    with pytest.raises(UserError, match="neither a number nor a range"):
+        parse_nodes("a-b")
