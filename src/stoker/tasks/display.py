@@ -35,7 +35,7 @@ class Display(TrainerCallback):  # type: ignore[misc]
     """Replaces transformers' own bars and prints."""
 
     def __init__(self, stream: Any = None) -> None:
-        self.console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self.console = Console(file=stream or sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.bar: Progress | None = None
         self.training: TaskID | None = None
         self.evaluation: TaskID | None = None

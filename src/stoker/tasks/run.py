@@ -54,7 +54,7 @@ def begin(task: str, argv: list[str], data_options: Any) -> Job:
     if args.do_train and not args.output_dir:
         raise UserError("--output_dir is missing: where should the model go?")
     _needs_data(args, data)
-    return Job(task, argv, model, data, args, Console(stderr=True, highlight=False, soft_wrap=True))
+    return Job(task, argv, model, data, args, Console(stderr=True, highlight=False, markup=False, soft_wrap=True))
 
 
 def _log_to_stderr() -> None:
@@ -119,11 +119,16 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
         need = memory.check_memory(trainer.model, lengths, args, optimized=optimized)
         job.say(f"{len(lengths):,} training rows, {int(lengths.sum()):,} tokens; about {need / 1e9:.1f} GB of memory")
     checkpoint = resume_point(job)
-    words = [word for word in command_line()]
+    words = command_line()
     if "--overwrite_output_dir" in words:
         words.remove("--overwrite_output_dir")
     trainer.resume_command = shlex.join(words)
-    trainer.recorder.task = {"task": job.task, "command": shlex.join(command_line()), **facts}
+    trainer.recorder.task = {
+        "task": job.task,
+        "model": job.model.model_name_or_path,
+        "command": shlex.join(command_line()),
+        **facts,
+    }
     result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_model()
     if args.should_save:

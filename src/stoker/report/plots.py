@@ -1,0 +1,259 @@
+"""The plots of the report, as SVG whose colours and fonts are the page's own, so that they follow light and dark.
+
+matplotlib draws with stand-in colours; `_svg` turns those into CSS variables. Nothing here reads files.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from stoker.report.log import Run
+
+__all__ = ["lengths_plot", "loss_plot", "phases_plot", "scores_plot", "speed_plot", "throughput_plot"]
+
+# Stand-ins that no plot would have by chance, and the variable of the page each becomes.
+_INK, _MUTED, _GRID, _ONE, _TWO, _THREE, _FOUR, _FIVE = (f"#0a0b{n:02x}" for n in range(1, 9))
+_VARIABLES = dict(
+    zip(
+        (_INK, _MUTED, _GRID, _ONE, _TWO, _THREE, _FOUR, _FIVE),
+        ("ink", "muted", "grid", "one", "two", "three", "four", "five"),
+        strict=True,
+    )
+)
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _MUTED,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "text.color": _INK,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.linewidth": 2,
+    "lines.solid_capstyle": "round",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+}
+_WIDTH = 4.6  # inches, 331 points: about a phone's width, so that text is not scaled down there
+_NUMBERS = itertools.count()
+
+
+def _figure(height: float, panels: Sequence[float] = (1.0,)) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=list(panels), squeeze=False)
+    return figure, [row[0] for row in axes]
+
+
+def _svg(figure: Figure, label: str) -> str:
+    """The figure as an <svg> element for a page; every id in it is made unique to the page."""
+    with matplotlib.rc_context({"svg.hashsalt": label}):
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    number = next(_NUMBERS)
+    text = re.sub(r'\bid="([^"]+)"', rf'id="p{number}-\1"', text)
+    text = re.sub(r"(url\(#|href=\"#)", rf"\1p{number}-", text)
+    text = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px; font-family: inherit", text)
+    for stand_in, variable in _VARIABLES.items():
+        text = text.replace(stand_in, f"var(--{variable})")
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    head, _, body = text.partition(">")
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    return f'{head} role="img" aria-label="{html.escape(label, quote=True)}">{body}'
+
+
+def _points(entries: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    found = [(one["step"], one[name]) for one in entries if isinstance(one.get(name), int | float) and "step" in one]
+    return [float(step) for step, _ in found], [float(value) for _, value in found]
+
+
+def _smooth(values: Sequence[float], weight: float = 0.85) -> list[float]:
+    smooth, mean, total = [], 0.0, 0.0
+    for value in values:
+        mean, total = weight * mean + value, weight * total + 1.0
+        smooth.append(mean / total)
+    return smooth
+
+
+def _tidy(axis: Axes, title: str, run: Run | None = None, last: bool = True) -> None:
+    axis.set_title(title, loc="left", fontsize=11, color=_MUTED, pad=8)
+    axis.margins(x=0.02)
+    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axis.yaxis.set_major_locator(MaxNLocator(4))
+    if last:
+        axis.set_xlabel("step", fontsize=10)
+    for step in run.resumed_at if run else ():
+        axis.axvline(step, color=_MUTED, linewidth=1, linestyle=(0, (2, 3)))
+
+
+def loss_plot(run: Run) -> str | None:
+    steps, losses = _points(run.steps, "loss")
+    if not steps:
+        return None
+    with matplotlib.rc_context(_STYLE):
+        figure, (top, bottom) = _figure(3.5, (3, 1))
+        if len(steps) > 12:
+            top.plot(steps, losses, color=_ONE, linewidth=1, alpha=0.35)
+            top.plot(steps, _smooth(losses), color=_ONE)
+        else:
+            top.plot(steps, losses, color=_ONE, marker="o", markersize=4)
+        _tidy(top, "Loss", run, last=False)
+        top.set_ylim(bottom=0)
+        bottom.plot(*_points(run.steps, "learning_rate"), color=_TWO)
+        bottom.set_ylim(bottom=0)
+        bottom.yaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-") if value else "0")
+        )
+        _tidy(bottom, "Learning rate", run)
+        bottom.yaxis.set_major_locator(MaxNLocator(2))
+        return _svg(figure, f"Loss over {int(steps[-1])} steps, ending at {losses[-1]:.3g}, and the learning rate")
+
+
+_SCORES = (
+    ("eval_f1", "F1", _ONE), ("eval_exact_match", "EM", _TWO), ("eval_exact", "EM", _TWO),
+    ("eval_accuracy", "accuracy", _THREE), ("eval_matthews_correlation", "Matthews", _FOUR), ("eval_pearson", "Pearson", _FOUR),
+    ("eval_spearmanr", "Spearman", _FIVE),
+)  # fmt: skip
+
+
+def scores_plot(run: Run) -> str | None:
+    found = [(label, color, *_points(run.evaluations, name)) for name, label, color in _SCORES]
+    found = [one for one in found if one[2]]
+    if not found or max(len(one[2]) for one in found) < 2:  # a single figure is told better by its tile
+        return None
+    with matplotlib.rc_context(_STYLE):
+        figure, (axis,) = _figure(2.7)
+        top = max(max(values) for _, _, _, values in found)
+        top = 100.0 if top > 1.5 else 1.0
+        lowest = top * 1.2
+        for label, color, steps, values in sorted(found, key=lambda one: -one[3][-1]):
+            axis.plot(steps, values, color=color, marker="o", markersize=5)
+            lowest = min(values[-1], lowest - 0.1 * top)  # labels of curves that end together stand below each other
+            axis.annotate(f"{label} {values[-1]:.3g}", (steps[-1], lowest), xytext=(8, 0),
+                          textcoords="offset points", va="center", color=color, annotation_clip=False)  # fmt: skip
+        axis.set_ylim(0, top)
+        _tidy(axis, "Evaluation", run)
+        axis.margins(x=0.04)
+        told = ", ".join(f"{label} {values[-1]:.3g}" for label, _, _, values in found)
+        return _svg(figure, f"Scores over time, at the end {told}")
+
+
+def throughput_plot(run: Run) -> str | None:
+    steps, tokens = _points(run.steps, "tokens_per_second")
+    if not steps:
+        return None
+    shares = _points(run.steps, "share_of_peak")
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure(3.5 if shares[0] else 2.6, (1, 1) if shares[0] else (1,))
+        axes[0].plot(steps, tokens, color=_THREE)
+        axes[0].set_ylim(bottom=0)
+        axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        _tidy(axes[0], "Tokens per second", run, last=not shares[0])
+        if shares[0]:
+            axes[1].plot(shares[0], [100 * value for value in shares[1]], color=_FOUR)
+            axes[1].set_ylim(0, max(100, *(110 * value for value in shares[1])))
+            axes[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}%"))
+            _tidy(axes[1], "Share of the machine's measured peak", run)
+        middle = sorted(tokens)[len(tokens) // 2]
+        return _svg(figure, f"Throughput, {middle:,.0f} real tokens per second at the median")
+
+
+def lengths_plot(run: Run) -> str | None:
+    entry = run.others.get("lengths")
+    if not entry or not entry.get("counts"):
+        return None
+    edges, counts, mean = entry["edges"], entry["counts"], entry["mean"]
+    padded = entry.get("padded_to") or entry["longest"]
+    with matplotlib.rc_context(_STYLE):
+        figure, (axis,) = _figure(2.7)
+        axis.bar(
+            edges[:-1], counts, width=[0.9 * (b - a) for a, b in itertools.pairwise(edges)], align="edge", color=_ONE
+        )
+        axis.axvline(mean, color=_INK, linewidth=1.2)
+        axis.axvspan(mean, padded, color=_TWO, alpha=0.13, linewidth=0)
+        height = max(counts)
+        axis.set_ylim(0, height * 1.3)
+        axis.annotate(f"mean {mean:.0f}", (mean, height * 1.18), xytext=(-5, 0), textcoords="offset points", ha="right")
+        axis.annotate(f"padding to {padded}", (padded, height * 1.18), xytext=(-5, 0), textcoords="offset points",
+                      ha="right", color=_TWO)  # fmt: skip
+        _tidy(axis, "Rows by length")
+        axis.set_xlabel("tokens", fontsize=10)
+        share = 1 - mean / padded
+        return _svg(
+            figure, f"Lengths of {entry['rows']} rows, {mean:.0f} tokens on average; {share:.0%} would be padding"
+        )
+
+
+_PHASES = (("forward", _ONE), ("backward", _TWO), ("optimizer", _THREE), ("data", _FOUR), ("rest", _FIVE))
+
+
+def phases_plot(run: Run) -> str | None:
+    totals = {name: 0.0 for name, _ in _PHASES}
+    for one in run.steps:
+        for name, seconds in (one.get("phases") or {}).items():
+            totals[name] = totals.get(name, 0.0) + float(seconds)
+    whole = sum(totals.values())
+    if not whole:
+        return None
+    with matplotlib.rc_context(_STYLE):
+        figure, (axis,) = _figure(2.3)
+        names = [name for name, _ in _PHASES]
+        for row, (name, color) in enumerate(_PHASES):
+            share = 100 * totals[name] / whole
+            axis.barh(row, share, height=0.62, color=color)
+            axis.annotate(f"{share:.1f}%", (share, row), xytext=(5, 0), textcoords="offset points", va="center")
+        axis.set_yticks(range(len(names)), names)
+        axis.invert_yaxis()
+        axis.set_xlim(0, 112 * max(totals.values()) / whole)
+        axis.grid(False)
+        axis.set_xticks([])
+        axis.spines["bottom"].set_visible(False)
+        axis.set_title("Where a step's time went", loc="left", fontsize=11, color=_MUTED, pad=8)
+        told = ", ".join(f"{name} {100 * totals[name] / whole:.0f}%" for name in names)
+        return _svg(figure, f"Time of a step by phase: {told}")
+
+
+def speed_plot(run: Run) -> str | None:
+    entry = run.others.get("speed")
+    if not entry or not entry.get("sides"):
+        return None
+    sides: dict[str, list[float]] = entry["sides"]
+    with matplotlib.rc_context(_STYLE):
+        figure, (axis,) = _figure(0.75 + 0.55 * len(sides))
+        colors = {name: _ONE if "stoker" in name.lower() else _MUTED for name in sides}
+        middles = {name: sorted(values)[len(values) // 2] for name, values in sides.items()}
+        for row, (name, values) in enumerate(sides.items()):
+            axis.barh(row, middles[name], height=0.55, color=colors[name], alpha=0.85)
+            axis.plot(values, [row] * len(values), linestyle="", marker="|", markersize=9, color=_INK, alpha=0.6)
+            axis.annotate(
+                f"{middles[name]:.2f} s", (max(values), row), xytext=(7, 0), textcoords="offset points", va="center"
+            )
+        axis.set_yticks(range(len(sides)), list(sides))
+        axis.invert_yaxis()
+        axis.set_xlim(0, 1.22 * max(max(values) for values in sides.values()))
+        axis.set_xticks([])
+        axis.grid(False)
+        axis.spines["bottom"].set_visible(False)
+        axis.set_title("Seconds per training step", loc="left", fontsize=11, color=_MUTED, pad=8)
+        told = ", ".join(f"{name} {middles[name]:.2f} s" for name in sides)
+        return _svg(figure, f"Seconds per step, medians: {told}")

@@ -1,0 +1,66 @@
+"""The look of the report: one style sheet, light and dark, from a phone to a wide screen. No file is loaded."""
+
+from __future__ import annotations
+
+__all__ = ["CSS"]
+
+CSS = """
+:root {
+  color-scheme: light dark;
+  --page: #f6f5f2; --card: #ffffff; --ink: #1d1f24; --muted: #6a6f7a; --grid: #e4e2dc; --line: #e4e2dc;
+  --one: #0b6bcb; --two: #c2571a; --three: #18794e; --four: #7c4dbd; --five: #8a8f99;
+  --good: #18794e; --bad: #b3261e; --mark: #fff0b8; --markbad: #ffd9d4;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #14161a; --card: #1c1f25; --ink: #e8e6e1; --muted: #9aa0ab; --grid: #30343c; --line: #2b2f37;
+    --one: #6cb2ff; --two: #ff9d5c; --three: #5ccf97; --four: #bd9bff; --five: #7d838e;
+    --good: #5ccf97; --bad: #ff8a80; --mark: #54470f; --markbad: #5c2420;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto,
+  "Noto Sans", "Helvetica Neue", Arial, sans-serif; font-variant-numeric: tabular-nums; overflow-wrap: anywhere;
+}
+main { max-width: 1120px; margin: 0 auto; padding: clamp(20px, 4vw, 56px) clamp(16px, 4vw, 40px) 72px; }
+header { margin-bottom: 28px; }
+h1 { font-size: clamp(1.6rem, 4.5vw, 2.5rem); line-height: 1.12; letter-spacing: -0.02em; margin: 0 0 10px; font-weight: 680; }
+h2 { font-size: 1.15rem; margin: 44px 0 14px; letter-spacing: -0.005em; font-weight: 640; }
+.sub { color: var(--muted); margin: 0; }
+.pill { display: inline-block; font-size: .8rem; font-weight: 600; padding: 2px 11px; border-radius: 99px;
+  border: 1px solid currentColor; margin-right: 10px; }
+.pill.good { color: var(--good); } .pill.bad { color: var(--bad); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(132px, 1fr)); gap: 12px; }
+.tile, figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 14px; }
+.tile { padding: 16px 18px; }
+.tile b { display: block; font-size: 1.6rem; line-height: 1.15; letter-spacing: -0.02em; font-weight: 660; }
+.tile span { color: var(--muted); font-size: .87rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 330px), 1fr)); gap: 14px; }
+figure { margin: 0; padding: 16px 16px 10px; min-width: 0; }
+figure svg { width: 100%; height: auto; display: block; }
+figcaption { color: var(--muted); font-size: .87rem; margin: 6px 2px 4px; }
+.card { padding: 6px 18px; }
+table { border-collapse: collapse; width: 100%; font-size: .94rem; }
+td, th { text-align: left; padding: 8px 12px 8px 0; border-bottom: 1px solid var(--line); vertical-align: top; font-weight: 400; }
+tr:last-child td, tr:last-child th { border-bottom: 0; }
+th { color: var(--muted); width: 34%; }
+td.count { text-align: right; width: 4em; padding-right: 0; }
+.examples { columns: 3 310px; column-gap: 14px; }
+.example { background: var(--card); border: 1px solid var(--line); border-left: 4px solid var(--good); border-radius: 10px;
+  padding: 14px 18px; font-size: .94rem; margin-bottom: 14px; break-inside: avoid; }
+.example.wrong { border-left-color: var(--bad); }
+.example p { margin: 0 0 8px; } .example .q { font-weight: 620; } .example .text { color: var(--muted); }
+.example .given { margin: 0; }
+mark { background: var(--mark); color: inherit; border-radius: 4px; padding: 0 3px; }
+.wrong mark { background: var(--markbad); }
+pre { white-space: pre-wrap; background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 14px 18px;
+  font: .86rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; margin: 0; }
+details { margin-top: 14px; } summary { cursor: pointer; color: var(--muted); }
+footer { margin-top: 56px; color: var(--muted); font-size: .87rem; }
+@media (max-width: 480px) {
+  body { font-size: 15px; } h1 { font-size: 1.45rem; } .tiles { grid-template-columns: 1fr 1fr; } .tile b { font-size: 1.4rem; }
+  figure { padding: 12px 8px 8px; } th { width: 40%; }
+}
+@media print { body { background: #fff; } .tile, figure, .example, .card { break-inside: avoid; } }
+"""

