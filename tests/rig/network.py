@@ -7,6 +7,7 @@ processes see the same network and the same shared memory. `leftovers` is how te
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 
 NAMES = ("alpha", "beta", "gamma", "delta")
 _SSHD = "/usr/sbin/sshd"
+_NUMBERS = itertools.count()
 
 
 class Rig:
@@ -25,8 +27,9 @@ class Rig:
 
     def __init__(self, hosts: int = 2) -> None:
         self.hosts = NAMES[:hosts]
-        self._tag = f"stk{os.getpid() % 100000}"
-        self._subnet = f"10.{64 + os.getpid() % 64}.{os.getpid() // 64 % 256}"
+        number = next(_NUMBERS)  # names of the last rig may linger: a namespace goes when its last process has
+        self._tag = f"stk{os.getpid() % 100000}{chr(97 + number % 26)}"
+        self._subnet = f"10.{64 + (os.getpid() + number) % 64}.{os.getpid() // 64 % 256}"
         self._sshd: dict[str, subprocess.Popen[bytes]] = {}
         self.directory = Path(tempfile.mkdtemp(prefix="stoker-rig-"))
 

@@ -18,8 +18,9 @@ from typing import IO
 
 from stoker.errors import UserError
 from stoker.launch import failure, hosts
+from stoker.launch.guard import Lifelines
 from stoker.launch.hostfile import Host
-from stoker.launch.run import FAILURE_MARK
+from stoker.launch.run import FAILURE_MARK, die_with_parent
 from stoker.machine.launchers import Launcher, find_launchers
 
 __all__ = ["Mpirun", "command", "find", "hostfile_text", "launch"]
@@ -52,7 +53,9 @@ def find(wanted: str = "auto", launchers: Sequence[Launcher] | None = None) -> M
     for launcher in found:
         for kind, name in _KINDS.items():
             if launcher.kind == name and wanted in ("auto", kind):
-                return Mpirun(kind, launcher.path)
+                # Intel's mpirun is a shell script that would keep signals to itself; this is what it calls.
+                hydra = os.path.join(os.path.dirname(launcher.path), "mpiexec.hydra")
+                return Mpirun(kind, hydra if kind != "openmpi" and os.path.exists(hydra) else launcher.path)
     if wanted != "auto":
         raise UserError(
             f"--launcher {wanted}: no mpirun of {_KINDS[wanted]} is on PATH; `pip install {_INSTALL[wanted]}`"
@@ -91,7 +94,7 @@ def command(
         words += ["--map-by", f"ppr:{most}:node", "--bind-to", "none"]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             words += ["--allow-run-as-root"]
-        words += ["--prtemca", "plm_ssh_args", _SSH]
+        words += ["--prtemca", "plm_ssh_args", _SSH, "--prtemca", "plm_ssh_no_tree_spawn", "1"]
         for name in environment:
             if name.startswith(_CARRIED):
                 words += ["-x", name]
@@ -121,6 +124,7 @@ def launch(
     environment: Mapping[str, str],
     extra: Sequence[str] = (),
     *,
+    job: str,
     with_hostfile: bool = True,
 ) -> int:
     """Runs mpirun to its end; returns the exit code of the command."""
@@ -131,7 +135,7 @@ def launch(
             hostfile = str(directory / "hostfile")
             Path(hostfile).write_text(hostfile_text(mpirun, counts), encoding="utf-8")
         words = command(mpirun, counts, hostfile, environment, program, extra)
-        return _Watch(variables(mpirun, environment), [host.name for host, _ in counts]).run(words)
+        return _Watch(variables(mpirun, environment), [host.name for host, _ in counts], job).run(words)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -139,9 +143,11 @@ def launch(
 class _Watch:
     """One mpirun: its output on the way to the screen, the failures in it, and the signals on the way to it."""
 
-    def __init__(self, environment: Mapping[str, str], names: list[str]) -> None:
+    def __init__(self, environment: Mapping[str, str], names: list[str], job: str) -> None:
         self._environment = environment
         self._names = names
+        self._job = job
+        self._gone: list[str] = []
         self._failures: list[failure.Failure] = []
         self._signal: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -158,7 +164,9 @@ class _Watch:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # no thread runs yet
             )
+            lifelines = Lifelines(self._names, self._job, self._gone.append, self._environment)
             assert self._process.stdout is not None
             assert self._process.stderr is not None
             readers = [
@@ -167,12 +175,15 @@ class _Watch:
             ]
             for reader in readers:
                 reader.start()
-            code = self._wait()
+            try:
+                code = self._wait()
+            finally:
+                self._end()
+                lifelines.close()
             for reader in readers:
                 reader.join(timeout=5)
             return self._verdict(code)
         finally:
-            self._end()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -180,7 +191,7 @@ class _Watch:
         self._signal = self._signal or number
         if self._process is not None:
             with contextlib.suppress(OSError):
-                self._process.send_signal(number)
+                os.killpg(self._process.pid, number)
 
     def _wait(self) -> int:
         assert self._process is not None
@@ -188,8 +199,8 @@ class _Watch:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self._process.wait(timeout=0.2)
-            if deadline is None and (self._signal or self._failures):
-                deadline = time.monotonic() + 10
+            if deadline is None and (self._signal or self._failures or self._gone):
+                deadline = time.monotonic() + (10 if not self._gone else 0)
             if deadline is not None and time.monotonic() > deadline:
                 self._end()
 
@@ -232,13 +243,14 @@ class _Watch:
             return 128 + self._signal
         if code == 0:
             return 0
-        if self._failures:
+        if self._failures and not self._gone:
             first = min(self._failures, key=lambda found: found.time)
             failure.tell(first)
             return first.code
         code = 128 - code if code < 0 else code
-        gone = hosts.silent(self._names)
+        gone = self._gone or hosts.silent(self._names)
         if gone:
+            code = 1
             print(f"\nstoker: {', '.join(gone)} no longer answers; all ranks were ended. Is it up?", file=sys.stderr)
         else:
             print(

@@ -26,7 +26,7 @@ from stoker.launch.environment import Rank, discover
 from stoker.launch.settings import Settings
 from stoker.machine import Machine
 
-__all__ = ["FAILURE_MARK", "main"]
+__all__ = ["FAILURE_MARK", "die_with_parent", "main"]
 
 FAILURE_MARK = "\x1estoker-failure "
 """Begins a line on stderr that the launcher keeps for the end instead of showing it."""
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> NoReturn:
 def _prepare(settings: Settings, rank: Rank | None) -> int:
     """Everything before the script; returns the descriptor that leads to the screen."""
     if rank is not None and rank.size > 1:
-        _die_with_parent()
+        die_with_parent()
     _join(settings, rank)
     screen = _attach_output(settings, rank)
     _take_place(settings, rank)
@@ -70,10 +70,10 @@ def _prepare(settings: Settings, rank: Rank | None) -> int:
     return screen
 
 
-def _die_with_parent() -> None:
-    """A launcher that is killed without a chance to clean up takes its ranks along."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """A launcher that is killed without a chance to clean up takes this process along."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _join(settings: Settings, rank: Rank | None) -> None:

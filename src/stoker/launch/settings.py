@@ -42,6 +42,8 @@ class Settings:
     master: tuple[str, int] | None = None
     report: str | None = None
     """Where a rank that fails leaves word: a directory, or `stderr` for a marked line on it."""
+    job: str | None = None
+    """A name nobody else has: by it a guard on each host finds the processes of this launch."""
     several: bool = False
     """A launcher of ours started this; without its rank variables something is wrong."""
     environment: tuple[tuple[str, str], ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from dataclasses import replace
 
@@ -99,9 +100,12 @@ def _mpirun(plan: planning.Plan, options: Options) -> int:
         )
     if options.check_hosts:
         hosts.check_hosts([host.name for host, _ in plan.counts])
-    told = replace(plan, settings=replace(plan.settings, several=True, report="stderr"))
+    job = secrets.token_hex(8)
+    told = replace(plan, settings=replace(plan.settings, several=True, report="stderr", job=job))
     words = planning.program(told, options.script, options.arguments)
-    return mpi.launch(plan.mpirun, plan.counts, words, os.environ, options.extra_mpi, with_hostfile=plan.with_hostfile)
+    return mpi.launch(
+        plan.mpirun, plan.counts, words, os.environ, options.extra_mpi, job=job, with_hostfile=plan.with_hostfile
+    )
 
 
 def _slurm(plan: planning.Plan, options: Options) -> int:

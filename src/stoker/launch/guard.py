@@ -1,0 +1,132 @@
+"""The other hosts of an mpirun, held by a line of ssh each: whether they are still there, and nobody left behind on them.
+
+`Lifelines` runs beside mpirun, which does not notice a host that has died. The other end, `python -m stoker.launch.guard
+JOB`, ends the job's processes on its host once the launch is over or has fallen silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from stoker.launch import network
+from stoker.launch.hosts import ssh_command
+
+__all__ = ["Lifelines", "main"]
+
+_BEAT = 2.0
+_SILENCE = 20.0
+"""Seconds without a beat after which the launch counts as gone."""
+_GRACE = 5.0
+"""Seconds that the job's processes get to end by themselves."""
+
+
+class Lifelines:
+    """One ssh per host other than this one; `lost` is called with the name of the first that breaks."""
+
+    def __init__(
+        self, hosts: Sequence[str], job: str, lost: Callable[[str], None], environment: Mapping[str, str]
+    ) -> None:
+        self._lost = lost
+        self._closing = threading.Event()
+        self._lines: dict[str, subprocess.Popen[bytes]] = {}
+        alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
+        path = environment.get("PYTHONPATH")
+        program = [*(["env", f"PYTHONPATH={path}"] if path else []), sys.executable, "-m", "stoker.launch.guard", job]
+        for host in hosts:
+            if network.is_local(host):
+                continue
+            command = ssh_command(host, program)
+            command[1:1] = alive
+            with contextlib.suppress(OSError):
+                self._lines[host] = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=dict(environment),
+                    start_new_session=True,  # Ctrl-C is for the launch alone
+                )
+        for host, line in self._lines.items():
+            threading.Thread(target=self._hold, args=(host, line), daemon=True).start()
+
+    def _hold(self, host: str, line: subprocess.Popen[bytes]) -> None:
+        assert line.stdin is not None
+        assert line.stdout is not None
+        if not line.stdout.readline():
+            return  # it never stood; mpirun has its own way to that host, and says what is wrong with it
+        while not self._closing.wait(_BEAT):
+            try:
+                line.stdin.write(b".")
+                line.stdin.flush()
+            except OSError:
+                pass
+            if line.poll() is not None:
+                if not self._closing.is_set():
+                    self._lost(host)
+                return
+
+    def close(self) -> None:
+        """Lets the guards look for what is left, and waits for them."""
+        self._closing.set()
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):
+                assert line.stdin is not None
+                line.stdin.close()
+        for line in self._lines.values():
+            try:
+                line.wait(timeout=_GRACE + 4)
+            except subprocess.TimeoutExpired:
+                line.kill()
+                line.wait()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The far end: says that it is there, listens for beats, then clears up."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the line breaking is what it waits for
+    with contextlib.suppress(OSError):
+        os.write(1, b"here\n")
+    last = time.monotonic()
+    while time.monotonic() - last < _SILENCE:
+        if select.select([0], [], [], 1.0)[0]:
+            if not os.read(0, 4096):
+                break
+            last = time.monotonic()
+    clear_up(arguments[0])
+    return 0
+
+
+def clear_up(job: str, grace: float = _GRACE) -> list[int]:
+    """Ends what is left of a job on this machine; returns what had to be ended."""
+    end = time.monotonic() + grace
+    while (left := processes_of(job)) and time.monotonic() < end:
+        time.sleep(0.1)
+    for pid in left:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def processes_of(job: str) -> list[int]:
+    """The ranks of a job: its name stands in their command line."""
+    mark = f'"job":"{job}"'.encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if b"stoker.launch.run" in words and any(mark in word for word in words):
+                    found.append(int(entry.name))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
