@@ -30,8 +30,10 @@ def _alone(stock: torch.nn.Module, full: tiny.Batch, name: str = "last_hidden_st
 def test_hidden_states_and_pooler_come_back_padded(family: str, side: str) -> None:
     stock, model = _pair(family)
     full = tiny.batch(family, "Model", side)
+    model(**full.inputs, output_hidden_states=True)  # transformers hooks the layers at the first call
     output = model(**full.inputs, output_hidden_states=True)
     expected = stock(**full.inputs, output_hidden_states=True)
+    assert stoker.report(model).left_alone == ()
     assert list(output.keys()) == list(expected.keys())
     assert len(output.hidden_states) == len(expected.hidden_states)
     assert all(a.shape == b.shape for a, b in zip(output.hidden_states, expected.hidden_states, strict=True))
@@ -118,6 +120,17 @@ def test_a_batch_of_padding_only_runs_as_stock_does() -> None:
     ids, mask = torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long)
     expected = stock(input_ids=ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_needs_no_gradient(mode) -> None:
+    stock, model = _pair("Bert", "MaskedLM", dropout=0.1)
+    full = tiny.batch("Bert", "MaskedLM", lengths=(6, 6))
+    full.inputs["attention_mask"].fill_(1)
+    with mode():
+        output, expected = model.eval()(**full.kwargs), stock.eval()(**full.kwargs)
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.int32])

@@ -175,6 +175,31 @@ def test_accelerator_prepares_afterwards() -> None:
     assert accelerator.unwrap_model(prepared) is model
 
 
+def test_accelerator_may_rebuild_the_masked_lm_output() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(_optimized(head="MaskedLM"))
+    output = model(**tiny.batch("Bert", "MaskedLM").kwargs)
+    accelerator.backward(output.loss)
+    assert output.logits.dtype == torch.float32
+
+
+def test_parametrised_weights_are_used_as_parametrised() -> None:
+    stock = tiny.model("Bert", "SequenceClassification")
+    full = tiny.batch("Bert", "SequenceClassification")
+    before, after = copy.deepcopy(stock), stoker.optimize(copy.deepcopy(stock))
+    for model in (stock, before, after):
+        nn.utils.parametrizations.weight_norm(model.bert.encoder.layer[0].intermediate.dense)
+        with torch.no_grad():
+            model.bert.encoder.layer[0].intermediate.dense.parametrizations.weight.original0.mul_(2.0)
+    stoker.optimize(before)
+    loss, _, gradients = tiny.truth(stock, "SequenceClassification", full)
+    for model in (before, after):
+        model(**full.kwargs).loss.backward()
+        torch.testing.assert_close(model(**full.kwargs).loss.detach(), loss, rtol=1e-5, atol=1e-6)
+        tiny.assert_same_gradients(tiny.gradients(model), gradients)
+
+
 def _with_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = tiny.model("Bert", "QuestionAnswering")
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.model import precision
-from stoker.model.families import Family, find
+from stoker.model.families import Family, find, transformers_major
 from stoker.model.sequences import Sequences, read_mask, serving
 from stoker.model.swap import Optimized, child, named, stock_class, unhooked
 
@@ -99,7 +99,7 @@ class Door(Optimized):
             output.pooler_output = row.pooled(self, hidden)
         if return_dict:
             return output
-        if row.tuple_keeps_pooler:
+        if row.pooler_slot_until >= transformers_major():
             rest = (value for name, value in output.items() if name not in ("last_hidden_state", "pooler_output"))
             return (hidden, output.get("pooler_output"), *rest)
         return output.to_tuple()

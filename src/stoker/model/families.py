@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, Literal
 
 from torch import nn
 
 from stoker.model.swap import cached, stock_class
 
-__all__ = ["FAMILIES", "Family", "MaskedLM", "Role", "find"]
+__all__ = ["FAMILIES", "Family", "MaskedLM", "Role", "find", "transformers_major"]
 
 Role = Literal["base", "layer", "embeddings", "relative_bias", "question_answering", "masked_lm"]
 
@@ -85,6 +86,8 @@ class Family:
     pre_norm: bool = False
     tuple_until: int = 0
     """Layers return a tuple in transformers up to this major version."""
+    since: int = 4
+    """The row describes transformers from this major version on."""
 
     # embeddings: paths in the embeddings module
     word: str = "word_embeddings"
@@ -100,8 +103,8 @@ class Family:
     """The pooler's output from hidden states (batch, length, width)."""
     empty_mask: object = None
     """What the stock base model takes for 'no mask' without building one."""
-    tuple_keeps_pooler: bool = False
-    """With return_dict=False the pooler's place is kept even when it is None."""
+    pooler_slot_until: int = 0
+    """With return_dict=False the pooler's place is kept, even if it is None, up to this major version of transformers."""
     span_logits: str = "qa_outputs"
     """Path in the question-answering model to the module that gives start and end logits."""
     masked_lm: MaskedLM | None = None
@@ -136,6 +139,7 @@ _ROBERTA = _row(
     "roberta.modeling_roberta",
     "Roberta",
     tuple_until=4,
+    pooler_slot_until=4,
     positions_after_padding=True,
     masked_lm=_ROBERTA_HEAD,
 )
@@ -153,6 +157,7 @@ FAMILIES: tuple[Family, ...] = (
         "bert.modeling_bert",
         "Bert",
         tuple_until=4,
+        pooler_slot_until=4,
         masked_lm=MaskedLM(
             dense="cls.predictions.transform.dense",
             activation="cls.predictions.transform.transform_act_fn",
@@ -181,7 +186,7 @@ FAMILIES: tuple[Family, ...] = (
         "DistilBert",
         layer="TransformerBlock",
         embeddings="Embeddings",
-        tuple_until=4,
+        since=5,  # before, positions could not be given
         query="attention.q_lin",
         key="attention.k_lin",
         value="attention.v_lin",
@@ -217,7 +222,7 @@ FAMILIES: tuple[Family, ...] = (
         relative_bias_class="MPNetEncoder",
         token_type=None,
         positions_after_padding=True,
-        tuple_keeps_pooler=True,
+        pooler_slot_until=5,
         masked_lm=_ROBERTA_HEAD,
     ),
     _row(
@@ -225,6 +230,7 @@ FAMILIES: tuple[Family, ...] = (
         "albert.modeling_albert",
         "Albert",
         tuple_until=4,
+        pooler_slot_until=4,
         query="attention.query",
         key="attention.key",
         value="attention.value",
@@ -251,6 +257,7 @@ FAMILIES: tuple[Family, ...] = (
         "modernbert.modeling_modernbert",
         "ModernBert",
         layer="ModernBertEncoderLayer",
+        since=5,  # before, rotary angles were made inside attention
         packed="attn.Wqkv",
         head_size="attn.head_dim",
         attention_dropout="attn.attention_dropout",
@@ -287,7 +294,13 @@ def find(cls: type[nn.Module]) -> tuple[Family, Role] | None:
     """The table row and role of a class, if it is one of the table's or inherits its forward unchanged."""
     cls = stock_class(cls)
     owner = next(ancestor for ancestor in cls.__mro__ if "forward" in ancestor.__dict__)
-    return _BY_CLASS.get((owner.__module__, owner.__qualname__))
+    found = _BY_CLASS.get((owner.__module__, owner.__qualname__))
+    return found if found is not None and found[0].since <= transformers_major() else None
+
+
+@cached
+def transformers_major() -> int:
+    return int(metadata.version("transformers").split(".")[0])
 
 
 def _by_class() -> Iterator[tuple[tuple[str, str], tuple[Family, Role]]]:

@@ -6,8 +6,6 @@ It reads the weights of the stock modules and calls the native kernels over pack
 
 from __future__ import annotations
 
-import functools
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding_layer_norm_dropout
 from stoker.kernels.linear import linear, linear_packed
 from stoker.kernels.norm import dropout_add_layer_norm, layer_norm
-from stoker.model.families import Family
+from stoker.model.families import Family, transformers_major
 from stoker.model.leaves import activation_kind
 from stoker.model.sequences import Sequences, current
 from stoker.model.swap import Optimized, child, named, plain
@@ -47,7 +45,7 @@ class FusedLayer(Optimized):
         x = hidden[0].to(stoker_sequences.dtype)
         run = _pre_norm if row.pre_norm else _post_norm
         y = run(_Parts(self, row, self.stoker_settings.fuse), x, stoker_sequences, extra).unsqueeze(0)
-        return (y,) if row.tuple_until >= _transformers_major() else y
+        return (y,) if row.tuple_until >= transformers_major() else y
 
 
 def _post_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
@@ -184,11 +182,6 @@ def _call(module: nn.Module, x: Tensor) -> Tensor:
         return module(x)  # type: ignore[no-any-return]
     parameter = next(module.parameters(), x)
     return module(x.to(parameter.dtype)).to(x.dtype)  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _transformers_major() -> int:
-    return int(metadata.version("transformers").split(".")[0])
 
 
 class FusedEmbeddings(Optimized):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from stoker.kernels import native
 from stoker.model import memory as allocator
 from stoker.model import optimizers, precision
 from stoker.model.door import Door
@@ -76,6 +77,8 @@ def optimize(
         log.info("optimize: level='O0': every part is switched off")
         unpad = fuse = fuse_loss = memory = fuse_update_step = False
     chosen, why = precision.choose(dtype)
+    if unpad or fuse:
+        native.library()  # if it is missing, here is where to say so
     settings = Settings(unpad=unpad, fuse=fuse, fuse_loss=fuse_loss, dtype=chosen)
     restore(model)  # a second call starts from stock, so that its switches count
     encoder = _apply(model, settings) if unpad or fuse else False

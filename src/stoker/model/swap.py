@@ -92,10 +92,11 @@ def swap(module: nn.Module, override: type[Optimized], settings: Settings, row: 
 
 
 def restore_module(module: nn.Module) -> bool:
-    """Gives `module` its stock class back; True if it had been swapped."""
-    swapped = isinstance(module, Optimized)
-    if swapped:
-        object.__setattr__(module, "__class__", stock_class(type(module)))
+    """Gives `module` its stock class back; True if it had been swapped. What others made of the class since is left alone."""
+    swapped = False
+    while "stoker_stock" in type(module).__dict__:
+        object.__setattr__(module, "__class__", type(module).__dict__["stoker_stock"])
+        swapped = True
     return swapped
 
 
@@ -145,7 +146,8 @@ def child(module: nn.Module, path: str) -> Any:
 
 def plain(module: Any, kind: type[nn.Module]) -> bool:
     """Whether reading the weights of `module` is as good as calling it: exactly a `kind`, not wrapped, not hooked."""
-    return isinstance(module, nn.Module) and stock_class(type(module)) is kind and unhooked(module)
+    cls = type(module)
+    return (cls is kind or cls.__dict__.get("stoker_stock") is kind) and unhooked(module)
 
 
 def unhooked(module: nn.Module) -> bool:
