@@ -32,6 +32,8 @@ from stoker.launch.settings import Settings
 __all__ = ["Job", "launch"]
 
 _POLL = 0.5
+_SILENCE = 15.0
+"""Seconds without a sign of life after which a machine counts as gone."""
 _FAILED = "stoker/failed"
 
 
@@ -104,12 +106,19 @@ def _run_agent(
     script: str,
     words: list[str],
 ) -> int:
+    # Lost connections are told below in one sentence; torch would add its stack frames. The ranks keep their own setting.
+    told = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its words are for its authors
+    if told is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    for logger in list(logging.root.manager.loggerDict):
+        if logger.startswith("torch.distributed.elastic"):
+            logging.getLogger(logger).setLevel(logging.CRITICAL)  # its words are for its authors
     meeting = _meeting(job, port, listener)
     rendezvous_handler_registry.register("stoker", lambda parameters: meeting)
     sent = dataclasses.replace(settings, several=True, report=str(directory))
@@ -144,24 +153,28 @@ def _run_agent(
             return elsewhere.code
         name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
         code = 128 + error.sigval
-        meeting.leave(
-            failure.Failure(-1, socket.gethostname(), time.time(), code, f"the launch was ended by {name} there\n")
-        )
+        text = f"the launch on {socket.gethostname()} was ended by {name}"
+        meeting.leave(failure.Failure(None, "", time.time(), code, text))
         print(f"stoker: ended by {name}; all ranks have been ended", file=sys.stderr)
         return code
 
 
 def _first(error: Any, directory: Path) -> failure.Failure:
-    """A rank that was killed could leave no word; those that wrote one then only lost their partner."""
-    reports = failure.read_reports(directory)
+    """The rank that ended first. One that was killed leaves no word, but its forwarder has noted the time; the others were
+    ended by the agent, or have only lost their partner.
+    """
+    reports = {report.rank: report for report in failure.read_reports(directory)}
+    ends = failure.read_ends(directory)
     host = socket.gethostname()
-    for rank, found in sorted(error.failures.items()):
-        if found.exitcode < 0 and not any(report.rank == rank for report in reports):
-            return failure.killed(rank, host, -found.exitcode)
-    if reports:
-        return reports[0]
-    rank, found = error.get_first_failure()
-    return failure.Failure(rank, host, 0.0, found.exitcode, "")
+    found = []
+    for rank, ended in error.failures.items():
+        when = reports[rank].time if rank in reports else ends.get(rank, float("inf"))
+        asked = ended.exitcode == -signal.SIGTERM  # by the agent, most likely
+        found.append((asked and rank not in reports, when, rank, ended.exitcode))
+    _, _, rank, code = min(found)
+    if rank in reports:
+        return reports[rank]
+    return failure.killed(rank, host, -code) if code < 0 else failure.Failure(rank, host, 0.0, code, "")
 
 
 def _meeting(job: Job, port: int, listener: socket.socket | None) -> Any:
@@ -174,6 +187,7 @@ def _meeting(job: Job, port: int, listener: socket.socket | None) -> Any:
         def __init__(self) -> None:
             self._store: Any = None
             self._left = threading.Event()
+            self._pulse = time.monotonic() + 30.0
             self.failure_elsewhere: failure.Failure | None = None
 
         def get_backend(self) -> str:
@@ -188,7 +202,8 @@ def _meeting(job: Job, port: int, listener: socket.socket | None) -> Any:
                 self._store = self._connect(server=job.machine_rank == 0)
                 if job.machines > 1:
                     self._gather()
-                    threading.Thread(target=self._watch, daemon=True).start()
+                    for task in (self._watch, self._listen_to_pulse):
+                        threading.Thread(target=task, daemon=True).start()
             place = RendezvousStoreInfo(job.address, port)
             return RendezvousInfo(PrefixStore("stoker", self._store), job.machine_rank, job.machines, place)
 
@@ -234,16 +249,47 @@ def _meeting(job: Job, port: int, listener: socket.socket | None) -> Any:
                         )
 
         def _watch(self) -> None:
-            """Ends this machine's ranks when another machine fails, or when the first one is gone."""
+            """Ends this machine's ranks when another machine fails or is gone; says that this one is still there."""
+            beats: dict[int, tuple[int, float]] = {}
             try:
                 store = self._connect(server=False)
                 while not self._left.wait(_POLL):
                     if store.check([_FAILED]):
                         self.failure_elsewhere = failure.parse(store.get(_FAILED).decode())
                         break
+                    store.add(f"stoker/beat/{job.machine_rank}", 1)
+                    self._pulse = time.monotonic()
+                    if job.machine_rank == 0:
+                        self._count_beats(store, beats)
             except Exception:
-                text = f"the first machine ({job.address}) is gone: its launch has ended, or the network has\n"
-                self.failure_elsewhere = failure.Failure(0, job.address, 0.0, 1, text)
+                self._gone(0)
+            self._end_here()
+
+        def _count_beats(self, store: Any, beats: dict[int, tuple[int, float]]) -> None:
+            now = time.monotonic()
+            for rank in range(1, job.machines):
+                count = store.add(f"stoker/beat/{rank}", 0)
+                if beats.get(rank, (-1, 0.0))[0] != count:
+                    beats[rank] = (count, now)
+                elif now - beats[rank][1] > _SILENCE:
+                    self._gone(rank)
+                    self._store.set(_FAILED, json.dumps(dataclasses.asdict(self.failure_elsewhere)))  # type: ignore[arg-type]
+                    raise ConnectionError
+
+        def _listen_to_pulse(self) -> None:
+            """A machine that has lost power answers nothing, and a question to it waits for ever."""
+            while not self._left.wait(1.0):
+                if time.monotonic() - self._pulse > _SILENCE:
+                    self._gone(0)
+                    self._end_here()
+                    return
+
+        def _gone(self, rank: int) -> None:
+            where = f" ({job.address})" if rank == 0 else ""
+            text = f"machine {rank}{where} is gone: its launch was ended, it is down, or the network is"
+            self.failure_elsewhere = self.failure_elsewhere or failure.Failure(None, "", 0.0, 1, text)
+
+        def _end_here(self) -> None:
             if self.failure_elsewhere is not None and not self._left.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
 

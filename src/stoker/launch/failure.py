@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Failure", "parse", "read_reports", "tell", "wait_until_said"]
+__all__ = ["Failure", "parse", "read_ends", "read_reports", "tell", "wait_until_said"]
 
 
 @dataclass(frozen=True)
 class Failure:
-    rank: int
+    rank: int | None
+    """None: not a rank, but the launch itself."""
     host: str
     time: float
     code: int
@@ -40,6 +41,11 @@ def read_reports(directory: Path) -> list[Failure]:
     return sorted((failure for failure in found if failure), key=lambda failure: failure.time)
 
 
+def read_ends(directory: Path) -> dict[int, float]:
+    """When each rank of this host ended, as its forwarder saw it."""
+    return {int(path.suffix[1:]): path.stat().st_mtime for path in directory.glob("ended.*")}
+
+
 def wait_until_said(directory: Path, seconds: float = 5.0) -> None:
     """Until the forwarders of the ranks have written their last lines."""
     end = time.monotonic() + seconds
@@ -61,6 +67,9 @@ def killed(rank: int, host: str, number: int) -> Failure:
 def tell(failure: Failure) -> None:
     """Last on the screen: which rank, where, and its traceback."""
     sys.stdout.flush()
+    if failure.rank is None:
+        print(f"\nstoker: {failure.text.strip()}; all ranks were ended", file=sys.stderr, flush=True)
+        return
     text = failure.text.rstrip() or f"it ended with exit code {failure.code}"
     print(
         f"\nstoker: rank {failure.rank} on {failure.host} failed first, exit code {failure.code}; all ranks were ended.\n"

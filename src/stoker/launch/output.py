@@ -70,7 +70,8 @@ class Lines:
 def attach(prefix: str, log: Path | None, *, progress: bool, fresh: bool = True, busy: Path | None = None) -> int:
     """From now on, what this process writes goes through the forwarder. `busy` is a file that exists while it works.
 
-    Returns a descriptor of the error stream as it was, past the forwarder.
+    Returns a descriptor of the error stream as it was, past the forwarder. `speaking.3` is followed by `ended.3`, whose time is that
+    of the end of the rank.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -119,7 +120,7 @@ def _forward(
         end = None
         with contextlib.suppress(OSError, AttributeError):  # kernels before 5.3
             end = os.pidfd_open(rank)
-        _pump({out[0]: 1, err[0]: 2}, end, file, prefix, progress)
+        _pump({out[0]: 1, err[0]: 2}, end, file, prefix, progress, busy)
     finally:
         if busy is not None:
             with contextlib.suppress(OSError):
@@ -127,7 +128,9 @@ def _forward(
         os._exit(0)
 
 
-def _pump(sources: dict[int, int], end: int | None, file: BinaryIO | None, prefix: bytes, progress: bool) -> None:
+def _pump(
+    sources: dict[int, int], end: int | None, file: BinaryIO | None, prefix: bytes, progress: bool, busy: Path | None
+) -> None:
     lines = {source: Lines(prefix, progress) for source in sources}
     ended: float | None = None
     while sources:
@@ -135,6 +138,9 @@ def _pump(sources: dict[int, int], end: int | None, file: BinaryIO | None, prefi
         ready = select.select(watched, [], [], _IDLE)[0]
         if end in ready:
             ended = time.monotonic()
+            if busy is not None:
+                with contextlib.suppress(OSError):
+                    busy.with_stem("ended").touch()
         for source in list(sources):
             if source not in ready:
                 _show(sources[source], lines[source].pause())

@@ -1,0 +1,35 @@
+"""A script without torch: says who it is and what it got, then does as it is told. Knows nothing of Stoker."""
+
+import json
+import os
+import sys
+import time
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "OWN")
+found = {
+    "argv": sys.argv[1:],
+    "cores": sorted(os.sched_getaffinity(0)),
+    "host": os.uname().nodename,
+    "file": __file__,
+    "name": __name__,
+    "pid": os.getpid(),
+    "path": sys.path[0],
+    **{name: os.environ.get(name) for name in NAMES},
+}
+print("REPORT " + json.dumps(found), flush=True)
+what, _, rank = (sys.argv[1] if len(sys.argv) > 1 else "").partition("@")
+mine = not rank or rank == os.environ.get("RANK")
+if what == "raise" and mine:
+    raise ValueError(f"boom of {os.environ.get('RANK')}")
+if what == "exit" and mine:
+    sys.exit(7)
+if what == "kill" and mine:
+    os.kill(os.getpid(), 9)
+if what == "once" and mine and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    sys.exit(3)
+if what in ("raise", "exit", "kill", "hang"):
+    time.sleep(60)
+if what == "bar":
+    for step in range(3):
+        sys.stderr.write(f"\r{step}/3 of {os.environ.get('RANK')}")
+    sys.stderr.write("\n")

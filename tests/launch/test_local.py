@@ -1,0 +1,151 @@
+"""Launches on this machine, as a person starts them: one process, several by the elastic agent, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import uuid
+from pathlib import Path
+
+import pytest
+from live import HOSTILE, SCRIPTS, STOKER, environment, launch, reports, running
+
+RANK = str(SCRIPTS / "rank.py")
+TWO = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+
+
+def test_one_process_is_this_process_with_all_cores(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*STOKER, "launch", RANK, *HOSTILE], env=environment(), stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    output = process.communicate(timeout=60)[0]
+    report = reports(output)[0]
+    assert process.returncode == 0
+    assert report["pid"] == process.pid  # no fork
+    assert report["argv"] == HOSTILE
+    assert (report["name"], report["file"], report["path"]) == ("__main__", RANK, str(SCRIPTS))
+    assert int(report["OMP_NUM_THREADS"]) == len(report["cores"]) > 0
+    assert "[0]" not in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "main.py").write_text("import sys\nprint(__package__, sys.argv[1:])\n")
+    done = launch("--no-compat", "-m", "package.main", "x", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "package ['x']\n")
+
+
+@pytest.mark.parametrize(("what", "code"), [("exit", 7), ("raise", 1)])
+def test_one_process_ends_as_python_would(what: str, code: int) -> None:
+    done = launch("--no-compat", RANK, what)
+    assert done.returncode == code
+    if what == "raise":
+        assert done.stderr.startswith("Traceback")
+        assert done.stderr.endswith("ValueError: boom of None\n")
+        assert "runpy" not in done.stderr
+
+
+@TWO
+def test_several_processes_have_ranks_cores_and_unchanged_arguments(tmp_path: Path) -> None:
+    done = launch("-n", "2", "--no-compat", "--log-dir", "logs", "-genv", "OWN", "a b", RANK, *HOSTILE, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = reports(done.stdout)
+    assert set(found) == {0, 1}
+    for rank, report in found.items():
+        assert report["argv"] == HOSTILE
+        assert (report["WORLD_SIZE"], report["LOCAL_WORLD_SIZE"], report["OWN"]) == ("2", "2", "a b")
+        assert f"[{rank}] REPORT" in done.stdout
+        assert reports((tmp_path / "logs" / f"rank_{rank}.log").read_text()) == {rank: report}
+    assert not set(found[0]["cores"]) & set(found[1]["cores"])
+    assert found[0]["MASTER_ADDR"] == "127.0.0.1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
+
+
+@TWO
+@pytest.mark.parametrize(
+    ("what", "code", "says"),
+    [
+        ("raise@1", 1, "ValueError: boom of 1"),
+        ("exit@0", 7, "exit code 7"),
+        ("kill@1", 137, "SIGKILL"),
+    ],
+)
+def test_the_first_error_ends_all_and_is_told_last(what: str, code: int, says: str) -> None:
+    mark = uuid.uuid4().hex
+    done = launch("-n", "2", "--no-compat", RANK, what, mark)
+    assert done.returncode == code
+    last = done.stderr.rpartition("\nstoker: ")[2]
+    assert last.startswith(f"rank {what[-1]} on {socket.gethostname()} failed first, exit code {code}")
+    assert says in last
+    assert not running([mark])
+
+
+@TWO
+def test_a_failure_can_be_followed_by_a_restart() -> None:
+    done = launch("-n", "2", "--max_restarts", "1", "--no-compat", RANK, "once@1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[1] REPORT") == 2
+
+
+@TWO
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_ending_the_launch_ends_everything_and_only_loopback_was_open(number: int, code: int) -> None:
+    mark = uuid.uuid4().hex
+    words = [*STOKER, "launch", "-n", "2", "--no-compat", RANK, "hang", mark]
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(2)]
+    port = int(reports(lines[0] + lines[1])[0]["MASTER_PORT"])
+    assert listeners(port) == {"0100007F"}
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    assert not running([mark])
+
+
+def listeners(port: int) -> set[str]:
+    """The addresses, as the kernel writes them, on which something listens at a port."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {words[1].rpartition(":")[0] for words in lines if words[3] == "0A" and words[1].endswith(f":{port:04X}")}
+
+
+@TWO
+def test_only_rank_0_shows_its_progress(tmp_path: Path) -> None:
+    done = launch("-n", "2", "--no-compat", "--log_dir", str(tmp_path), RANK, "bar")
+    assert "2/3 of 0" in done.stderr
+    assert "of 1" not in done.stderr
+    assert "2/3 of 1" in (tmp_path / "rank_1.log").read_text()
+
+
+@TWO
+def test_a_busy_port_is_named() -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        done = launch("-n", "2", "--main_process_port", str(port), "--no-compat", RANK)
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"stoker: port {port} on 127.0.0.1 is in use by another program; choose another with --main_process_port\n"
+    )
+
+
+def test_more_processes_than_cores_are_refused_in_one_line() -> None:
+    done = launch("-n", "4096", "--no-compat", RANK)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "--oversubscribe" in done.stderr
+
+
+def test_a_config_file_is_followed_and_its_retired_keys_do_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text("distributed_type: 'NO'\nipex_config:\n  ipex: true\nmixed_precision: bf16\nuse_cpu: true\n")
+    done = launch("--config_file", str(path), "--dry-run", RANK)
+    assert "ACCELERATE_MIXED_PRECISION=bf16" in done.stdout
