@@ -180,7 +180,7 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def disk_is_full(error: BaseException, folder: Path) -> bool:
+def disk_is_full(error: BaseException, folder: Path, needed: int) -> bool:
     """Whether `error` comes from a full disk; the libraries below report it in their own ways."""
     seen: BaseException | None = error
     while seen is not None:
@@ -188,13 +188,8 @@ def disk_is_full(error: BaseException, folder: Path) -> bool:
             return True
         if "No space left on device" in str(seen) or "Disk quota exceeded" in str(seen):
             return True
+        # torch's file writer only says that it failed; whether there was room has to be looked up.
+        if isinstance(seen, RuntimeError) and re.search(r"inline_container|StreamWriter|file write", str(seen)):
+            return shutil.disk_usage(folder).free < needed
         seen = seen.__cause__ or seen.__context__
-    # torch's file writer only says that it failed
-    return "file writer" in str(error).lower() or ("PytorchStreamWriter" in str(error) and _free(folder) < 1 << 20)
-
-
-def _free(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return 0
+    return False

@@ -237,8 +237,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         try:
             self._write_staged(model, trial, staged, target)
         except BaseException as error:
+            full = isinstance(error, Exception) and checkpoints.disk_is_full(
+                error, folder, _checkpoint_bytes(self.model)
+            )
             shutil.rmtree(staged, ignore_errors=True)
-            if isinstance(error, Exception) and checkpoints.disk_is_full(error, folder):
+            if full:
                 raise UserError(_disk_full_sentence(folder, target)) from None
             raise
         finally:
@@ -294,7 +297,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         try:
             checkpoints.put_in_place(folder, lambda beside: super(Trainer, self).save_model(str(beside), True))
         except Exception as error:
-            if checkpoints.disk_is_full(error, folder):
+            if checkpoints.disk_is_full(error, folder, _checkpoint_bytes(self.model)):
                 raise UserError(_disk_full_sentence(folder, folder / "model.safetensors")) from None
             raise
         if self.args.push_to_hub:
@@ -387,6 +390,11 @@ def _put_in_place(staged: Path, target: Path) -> None:
     if (staged / target.name).exists():
         checkpoints.publish(staged / target.name, target)
         shutil.rmtree(staged, ignore_errors=True)
+
+
+def _checkpoint_bytes(model: nn.Module) -> int:
+    """Weights and Adam's two moments, roughly."""
+    return 12 * sum(p.numel() for p in model.parameters()) + (1 << 20)
 
 
 def _finite(model: nn.Module) -> bool:

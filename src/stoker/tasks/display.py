@@ -42,6 +42,7 @@ class Display(TrainerCallback):  # type: ignore[misc]
         self._began = self._told = time.monotonic()
         self._begin_step = 0
         self._predicted = 0
+        self._in_training = False
 
     @property
     def _terminal(self) -> bool:
@@ -68,6 +69,7 @@ class Display(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self._began, self._begin_step = time.monotonic(), state.global_step
+        self._in_training = True
         if state.is_world_process_zero and self._terminal:
             bar = self._start_bar()
             self.training = bar.add_task("train", total=state.max_steps, completed=state.global_step, said="")
@@ -108,14 +110,27 @@ class Display(TrainerCallback):  # type: ignore[misc]
             if self.training is None:
                 self.close()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **rest: Any) -> None:
         self._prediction_done()
+        if state.is_world_process_zero and metrics and self._in_training:
+            told = "  ".join(f"{name} {value:.4g}" for name, value in _scores(metrics).items())
+            (self.bar.console if self.bar else self.console).print(f"evaluation at step {state.global_step}:  {told}")
 
     def on_predict(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self._prediction_done()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._in_training = False
         self.close()
+
+
+def _scores(metrics: dict[str, Any]) -> dict[str, float]:
+    hidden = ("runtime", "per_second", "total", "thresh", "preparation", "epoch")
+    return {
+        name.removeprefix("eval_"): float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not any(word in name for word in hidden)
+    }
 
 
 def _clock(seconds: float) -> str:

@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -91,9 +90,3 @@ def given(name: str, argv: list[str]) -> bool:
             return False
     spellings = (f"--{name}", f"--{name.replace('_', '-')}")
     return any(word.partition("=")[0] in spellings for word in argv)
-
-
-def command_line() -> list[str]:
-    """How this process was started, in the words a person would type."""
-    name = Path(sys.argv[0]).name
-    return ["stoker" if name in {"__main__.py", "stoker"} else sys.argv[0], *sys.argv[1:]]

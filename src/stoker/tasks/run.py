@@ -19,7 +19,7 @@ from stoker.hf.trainer import Trainer
 from stoker.tasks import memory
 from stoker.tasks.display import Display
 from stoker.tasks.loading import quiet
-from stoker.tasks.options import OptionParser, command_line, given
+from stoker.tasks.options import OptionParser, given
 
 __all__ = ["Job", "begin", "cut", "finish", "train", "write_json"]
 
@@ -36,6 +36,10 @@ class Job:
     data: Any
     args: Any
     console: Console
+
+    @property
+    def command(self) -> list[str]:
+        return ["stoker", "train", self.task, *self.argv]
 
     def say(self, sentence: str) -> None:
         if self.args.process_index == 0:
@@ -119,14 +123,12 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
         need = memory.check_memory(trainer.model, lengths, args, optimized=optimized)
         job.say(f"{len(lengths):,} training rows, {int(lengths.sum()):,} tokens; about {need / 1e9:.1f} GB of memory")
     checkpoint = resume_point(job)
-    words = command_line()
-    if "--overwrite_output_dir" in words:
-        words.remove("--overwrite_output_dir")
-    trainer.resume_command = shlex.join(words)
+    # Without the word that would start over, the same command goes on from the newest checkpoint.
+    trainer.resume_command = shlex.join(word for word in job.command if word != "--overwrite_output_dir")
     trainer.recorder.task = {
         "task": job.task,
         "model": job.model.model_name_or_path,
-        "command": shlex.join(command_line()),
+        "command": shlex.join(job.command),
         **facts,
     }
     result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

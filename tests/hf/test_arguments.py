@@ -1,0 +1,105 @@
+"""TrainingArguments takes every argument of transformers' and the retired ones, each with its old meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import HfArgumentParser
+
+from stoker.hf import arguments as module
+from stoker.hf.arguments import TrainingArguments
+from stoker.hf.retired import RETIRED, retired
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SAID", set())
+
+
+def parse(*words: str) -> TrainingArguments:
+    (found,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(list(words))
+    return found
+
+
+def test_every_argument_of_transformers_is_taken_and_output_dir_comes_first() -> None:
+    ours = [one.name for one in dataclasses.fields(TrainingArguments)]
+    stock = [one.name for one in dataclasses.fields(transformers.TrainingArguments)]
+    assert ours[: len(stock)] == stock
+    assert TrainingArguments("here").output_dir == "here"
+
+
+def test_the_words_of_an_ipex_command_parse_bare() -> None:
+    args = parse(
+        "--output_dir", "o", "--use_ipex", "--bf16", "--no_cuda", "--overwrite_output_dir", "--group_by_length"
+    )
+    assert args.use_cpu
+    assert args.bf16
+    assert args.device.type == "cpu"
+    assert args.overwrite_output_dir
+    assert args.train_sampling_strategy == "group_by_length"
+    assert args.optimizes
+
+
+def test_each_word_keeps_its_meaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "before")
+    args = TrainingArguments(str(tmp_path), warmup_ratio=0.1, logging_dir=str(tmp_path / "tb"), xpu_backend="gloo",
+                             evaluation_strategy="steps", per_gpu_train_batch_size=3)  # fmt: skip
+    assert args.get_warmup_steps(200) == 20
+    assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "tb")
+    assert args.ddp_backend == "gloo"
+    assert args.eval_strategy == "steps"
+    assert args.per_device_train_batch_size == 3
+
+
+def test_use_ipex_false_leaves_the_model_alone() -> None:
+    assert not TrainingArguments("o", use_ipex=False).optimizes
+    assert not parse("--output_dir", "o", "--use_ipex", "False").optimizes
+
+
+def test_bf16_needs_no_use_cpu() -> None:
+    assert TrainingArguments("o", bf16=True).use_cpu
+
+
+def test_each_understood_word_is_answered_by_one_line_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="stoker"):
+        TrainingArguments("o", use_ipex=True, no_cuda=True, ddp_backend="ccl")
+        TrainingArguments("o", use_ipex=True)
+    lines = [record.message for record in caplog.records]
+    assert sum(line.startswith("use_ipex") for line in lines) == 1
+    assert sum(line.startswith("no_cuda") for line in lines) == 1
+    assert sum("ccl" in line for line in lines) <= 1  # said where no such backend is installed
+
+
+def test_a_backend_for_one_process_does_no_harm() -> None:
+    assert TrainingArguments("o", ddp_backend="gloo").world_size == 1
+
+
+def test_the_table_names_no_word_that_is_in_use_today() -> None:
+    today = {one.name for one in dataclasses.fields(transformers.TrainingArguments)}
+    if transformers.__version__.startswith("5"):
+        assert not today & {row.name for row in RETIRED}
+    assert all(row.renamed is None or row.renamed in today for row in RETIRED)
+    assert retired("use_ipex") is RETIRED[0]
+    assert retired("learning_rate") is None
+
+
+TIMEOUT = """
+import torch.distributed as dist
+from stoker.hf.arguments import TrainingArguments
+args = TrainingArguments("o", ddp_timeout=77)
+group = dist.distributed_c10d._get_default_group()
+print("seconds", group._get_backend(__import__("torch").device("cpu")).options._timeout.total_seconds(), args.world_size)
+"""
+
+
+def test_ddp_timeout_reaches_the_process_group(tmp_path: Path) -> None:
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": "29871", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", TIMEOUT], env=environment, capture_output=True, text=True, timeout=200)
+    assert "seconds 77.0 1" in done.stdout, done.stderr[-1500:]

@@ -1,0 +1,220 @@
+"""The Trainer optimises, meters, names what goes wrong, and never loses a good checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf import tiny
+from stoker.errors import UserError
+from stoker.hf import checkpoints
+from stoker.hf.meter import Work, training_flops
+from stoker.hf.trainer import NonFiniteLoss
+from stoker.report.log import read_run
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in checkpoints.all_checkpoints(folder)]
+
+
+def test_a_run_logs_its_figures_and_saves_in_the_layout_of_transformers(tree_path: Path) -> None:
+    trainer = tiny.trainer(tree_path, max_steps=6, save_steps=3)
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert entry["tokens_per_second"] > 0
+    assert 0 <= entry["padding_avoided"] < 1
+    assert names(tree_path) == ["checkpoint-3", "checkpoint-6"]
+    assert transformers.trainer_utils.get_last_checkpoint(str(tree_path)) == str(tree_path / "checkpoint-6")
+    run = read_run(tree_path)
+    assert run.finished
+    assert len(run.steps) == 6
+    assert any("padding-free" in part for part, *_ in run.others["applied"]["parts"])
+    assert set(run.steps[-1]["phases"]) == {"data", "forward", "backward", "optimizer", "rest"}
+
+
+def test_evaluation_gives_the_stock_models_loss_padding_free(tree_path: Path) -> None:
+    model = tiny.tiny_model(dropout=0.0)
+    stock = transformers.Trainer(
+        tiny.tiny_model(dropout=0.0),
+        transformers.TrainingArguments(str(tree_path / "stock"), use_cpu=True, report_to="none", disable_tqdm=True),
+        data_collator=tiny.pad, eval_dataset=tiny.TinyData(),
+    )  # fmt: skip
+    ours = tiny.trainer(tree_path, model=model)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-4)
+    from stoker.model import report
+
+    assert report(model).applied
+
+
+def test_use_ipex_false_trains_the_stock_model(tree_path: Path) -> None:
+    trainer = tiny.trainer(tree_path, max_steps=1, save_strategy="no", use_ipex=False)
+    trainer.train()
+    assert type(trainer.model.bert) is transformers.BertModel
+
+
+def test_the_saved_model_is_stock(tree_path: Path) -> None:
+    trainer = tiny.trainer(tree_path, max_steps=1, save_strategy="no")
+    trainer.train()
+    trainer.save_model()
+    config = json.loads((tree_path / "config.json").read_text())
+    assert config["architectures"] == ["BertForSequenceClassification"]
+    loaded = transformers.BertForSequenceClassification.from_pretrained(tree_path)
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+    assert not list(tree_path.glob(".*"))
+
+
+class Poisoned(tiny.TinyData):
+    """One row makes the loss infinite."""
+
+    def __init__(self, bad: int) -> None:
+        super().__init__(32)
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "labels": float("nan") if index == self.bad else 0.5}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_nan_loss_stops_and_names_step_and_examples(tree_path: Path, accumulation: int) -> None:
+    model = tiny.tiny_model(labels=1)
+    model.config.problem_type = "regression"
+    settings = {"gradient_accumulation_steps": accumulation, "save_steps": 1, "num_train_epochs": 3}
+    trainer = tiny.trainer(tree_path, model=model, data=Poisoned(bad=13), **settings)
+    with pytest.raises(NonFiniteLoss) as stop:
+        trainer.train()
+    step = trainer.state.global_step + 1
+    assert f"the loss is nan at step {step}" in str(stop.value)
+    assert "row-13" in str(stop.value)
+    assert str(stop.value).count("row-") == 4
+    good = checkpoints.last_good(tree_path)
+    if step > 1:
+        assert f"the last good checkpoint is {good}" in str(stop.value)
+        weights = transformers.BertForSequenceClassification.from_pretrained(good).state_dict()
+        assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+def test_weights_that_are_no_longer_finite_are_not_saved(tree_path: Path) -> None:
+    trainer = tiny.trainer(tree_path, max_steps=4, save_steps=2)
+
+    class Spoil(transformers.TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            if state.global_step == 3:
+                with torch.no_grad():
+                    trainer.model.classifier.bias[0] = float("inf")
+
+    trainer.add_callback(Spoil())
+    with pytest.raises(NonFiniteLoss, match="the weights are no longer finite"):
+        trainer.train()
+    assert names(tree_path) == ["checkpoint-2"]
+
+
+def test_a_full_disk_is_one_sentence_and_keeps_what_was_there(tree_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny.trainer(tree_path, max_steps=4, save_steps=2)
+    original = os.fsync
+
+    def full(handle: int) -> None:
+        if trainer.state.global_step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        UserError, match=r"the disk of .* is full .*checkpoint-4 could not be written; .*checkpoint-2 is the"
+    ):
+        trainer.train()
+    assert names(tree_path) == ["checkpoint-2"]
+    assert not list(tree_path.glob(".checkpoint*"))
+
+
+@pytest.mark.root
+def test_a_really_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    import subprocess
+
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(disk)], check=True)
+    try:
+        with pytest.raises(UserError, match="is full"):
+            tiny.trainer(disk / "out", max_steps=9, save_steps=1).train()
+        good = checkpoints.last_good(disk / "out")
+        assert good is not None
+        assert not list((disk / "out").glob(".checkpoint*"))
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_the_limit_keeps_the_newest_and_the_best(tree_path: Path) -> None:
+    trainer = tiny.trainer(
+        tree_path, max_steps=8, save_steps=2, eval_strategy="steps", eval_steps=2, save_total_limit=1,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", learning_rate=0.0,
+    )  # fmt: skip
+    trainer.train()  # at a learning rate of 0 the first evaluation stays the best
+    assert names(tree_path) == ["checkpoint-2", "checkpoint-8"]
+    state = json.loads((tree_path / "checkpoint-8" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tree_path / "checkpoint-2")
+
+
+def test_a_used_folders_old_checkpoints_do_not_push_out_the_new(tree_path: Path) -> None:
+    tiny.trainer(tree_path, max_steps=9, save_steps=9).train()
+    tiny.trainer(tree_path, max_steps=4, save_steps=2, save_total_limit=1).train()
+    assert names(tree_path) == ["checkpoint-4"]
+
+
+def test_resuming_with_something_changed_says_what(tree_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny.trainer(tree_path, max_steps=4, save_steps=2).train()
+    with caplog.at_level("WARNING", logger="stoker"):
+        other = tiny.TinyData(40, seed=5)
+        trainer = tiny.trainer(tree_path, data=other, max_steps=5, per_device_train_batch_size=8)
+        trainer.train(resume_from_checkpoint=True)
+    assert "batch size was 4, is 8" in caplog.text
+    assert "rows was 64, is 40" in caplog.text
+    assert "steps was 4, is 5" in caplog.text
+
+
+def test_resuming_another_model_is_refused_with_what_differs(tree_path: Path) -> None:
+    tiny.trainer(tree_path, max_steps=2, save_steps=2).train()
+    with pytest.raises(UserError, match=r"belongs to another model .*num_labels was 2, is 3"):
+        tiny.trainer(tree_path, model=tiny.tiny_model(labels=3), max_steps=4).train(resume_from_checkpoint=True)
+
+
+def test_a_broken_checkpoint_is_passed_over_for_the_last_good_one(
+    tree_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny.trainer(tree_path, max_steps=4, save_steps=2).train()
+    (tree_path / "checkpoint-4" / "trainer_state.json").write_text("{")
+    with caplog.at_level("WARNING", logger="stoker"):
+        assert checkpoints.last_good(tree_path) == tree_path / "checkpoint-2"
+    assert "checkpoint-4 cannot be resumed from: its trainer_state.json cannot be read" in caplog.text
+    with pytest.raises(UserError, match="cannot be resumed from"):
+        tiny.trainer(tree_path, max_steps=4).train(resume_from_checkpoint=str(tree_path / "checkpoint-4"))
+
+
+def test_an_interrupt_during_evaluation_saves_at_once(tree_path: Path) -> None:
+    trainer = tiny.trainer(tree_path, max_steps=6, save_steps=100, eval_strategy="steps", eval_steps=2)
+
+    class Press(transformers.TrainerCallback):
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            trainer._interrupts.received = 15
+
+    trainer.callback_handler.callbacks.insert(0, Press())
+    with pytest.raises(SystemExit) as stop:
+        trainer.train()
+    assert stop.value.code == 143
+    assert names(tree_path) == ["checkpoint-2"]
+
+
+def test_work_counts_products_and_attention() -> None:
+    model = tiny.tiny_model()
+    work = Work.of(model)
+    linear = 2 * (4 * 32 * 32 + 2 * 32 * 64) + 32 * 32 + 32 * 2  # layers, pooler, classifier
+    assert work.per_token == 6 * linear
+    assert work.per_pair == 12 * 2 * 32
+    assert training_flops(work, torch.tensor([3, 5])) == work.per_token * 8 + work.per_pair * 34

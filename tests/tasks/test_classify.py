@@ -1,0 +1,128 @@
+"""Classification data, truncation and metrics: as GLUE and the tokenizer define them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stoker.errors import UserError
+from stoker.tasks.classify.data import GLUE, Labels, choose_columns, read_examples
+from stoker.tasks.classify.features import make_rows
+from stoker.tasks.classify.metrics import f1, matthews_correlation, measure, pearson, spearmanr
+from tasks.models import byte_level, wordpiece
+
+MRPC = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
+
+
+@pytest.mark.parametrize(
+    ("names", "task", "texts", "label"),
+    [
+        (MRPC, "mrpc", ("#1 String", "#2 String"), "Quality"),
+        (MRPC, None, ("#1 String", "#2 String"), "Quality"),
+        (["sentence", "label", "idx"], "sst2", ("sentence",), "label"),
+        (["question", "sentence", "label"], "qnli", ("question", "sentence"), "label"),
+        (["premise", "hypothesis", "label"], "mnli", ("premise", "hypothesis"), "label"),
+        (["id", "text", "target"], None, ("text",), "target"),
+    ],
+)
+def test_columns_are_found_by_task_or_by_name(
+    names: list[str], task: str | None, texts: tuple[str, ...], label: str
+) -> None:
+    columns = choose_columns(names, None, None, task)
+    assert (columns.texts, columns.label) == (texts, label)
+
+
+def test_named_columns_must_exist() -> None:
+    with pytest.raises(UserError, match=r"no column 'body' \(--text_column_names\); the columns are a, b"):
+        choose_columns(["a", "b"], ["body"], None, None)
+    with pytest.raises(UserError, match="which columns hold the text"):
+        choose_columns(["a", "b"], None, None, None)
+
+
+def test_a_tsv_with_quotation_marks_as_text_reads_whole(tmp_path: Path) -> None:
+    path = tmp_path / "d.tsv"
+    path.write_text('label\tsentence1\tsentence2\n1\tHe said " no\tShe said "no"\n0\tOne\tTwo\n')
+    examples = read_examples(path)
+    assert examples[0].texts == ('He said " no', 'She said "no"')
+    assert [example.label for example in examples] == ["1", "0"]
+
+
+def test_bad_rows_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"text": "fine", "label": n % 2} for n in range(300)]
+    rows[5] = {"text": "", "label": 0}
+    rows[9] = {"text": "fine", "label": None}  # type: ignore[dict-item]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with caplog.at_level("WARNING", logger="stoker"):
+        assert len(read_examples(path)) == 298
+    assert "line 6: its text is empty" in caplog.text
+    assert "line 10: it has no label" in caplog.text
+
+
+def test_labels_are_ordered_as_numbers_or_words() -> None:
+    from stoker.tasks.classify.data import Example
+
+    def labels(*values: str) -> tuple[str, ...]:
+        return Labels.of([Example("", ("",), value) for value in values]).names
+
+    assert labels("10", "2", "0") == ("0", "2", "10")
+    assert labels("yes", "no") == ("no", "yes")
+
+
+@pytest.mark.parametrize("kind", [wordpiece, byte_level], ids=["wordpiece", "byte level"])
+@pytest.mark.parametrize("length", [12, 13, 20, 64])
+def test_long_rows_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path, kind: object, length: int) -> None:
+    tokenizer = kind()  # type: ignore[operator]
+    words = [
+        "the",
+        "river",
+        "flows",
+        "through",
+        "a",
+        "town",
+        "that",
+        "nobody",
+        "has",
+        "ever",
+        "read",
+        "about",
+        "in",
+        "any",
+        "book",
+    ]
+    pairs = [(" ".join(words[:a]), " ".join(words[:b])) for a in (1, 4, 5, 9, 15) for b in (1, 4, 5, 9, 15)]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(json.dumps({"sentence1": a, "sentence2": b, "label": 0}) for a, b in pairs))
+    rows = make_rows(read_examples(path), tokenizer, Labels(("0", "1")), max_seq_length=length)
+    for index, pair in enumerate(pairs):
+        expected = tokenizer(*pair, truncation=True, max_length=length)
+        assert rows[index]["input_ids"].tolist() == expected["input_ids"], pair
+        assert rows.lengths[index] == len(expected["input_ids"])
+
+
+def test_metrics_by_hand() -> None:
+    true, predicted = np.array([1, 1, 0, 0, 1]), np.array([1, 0, 0, 1, 1])
+    assert f1(predicted, true) == pytest.approx(2 * 2 / (3 + 3))
+    assert matthews_correlation(predicted, true) == pytest.approx((2 * 1 - 1 * 1) / np.sqrt(3 * 3 * 2 * 2))
+    assert f1(np.array([0, 1, 2]), np.array([0, 1, 1])) == pytest.approx((1 + 2 / 3 + 0) / 3)
+    a, b = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 2.0, 3.0, 100.0])
+    assert spearmanr(a, b) == pytest.approx(1.0)
+    assert pearson(a, b) == pytest.approx(np.corrcoef(a, b)[0, 1])
+    assert spearmanr(np.array([1.0, 1.0, 2.0]), np.array([1.0, 2.0, 3.0])) == pytest.approx(np.sqrt(3) / 2)
+    assert pearson(np.ones(3), a[:3]) == 0.0
+
+
+def test_a_task_has_its_metrics() -> None:
+    found = measure(GLUE["mrpc"].metrics, np.array([[0.1, 0.9], [0.8, 0.2]]), np.array([1, 1]), regression=False)
+    assert found == {"accuracy": 0.5, "f1": pytest.approx(2 / 3), "combined_score": pytest.approx((0.5 + 2 / 3) / 2)}
+
+
+@pytest.mark.data
+def test_the_real_mrpc_reads_whole(data: Path) -> None:
+    for name, count in (("train", 3668), ("dev", 408), ("test", 1725)):
+        examples = read_examples(data / "mrpc" / f"{name}.tsv", task="mrpc")
+        assert len(examples) == count
+        assert len(examples[0].texts) == 2

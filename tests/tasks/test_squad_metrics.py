@@ -1,0 +1,79 @@
+"""EM and F1 by the official definition: cases worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from stoker.tasks.qa.data import Question
+from stoker.tasks.qa.metrics import exact_match, f1, normalized, squad, squad_v2
+
+
+def question(name: str, *answers: str) -> Question:
+    return Question(name, "?", " ".join(answers) or "-", answers, (0,) * len(answers))
+
+
+@pytest.mark.parametrize(
+    ("raw", "clean"),
+    [
+        ("The  Cat.", "cat"),
+        ("a theory of an ant", "theory of ant"),
+        ("U.S.A. (1776)", "usa 1776"),
+        ("the", ""),
+        ("Beyoncé's", "beyoncés"),
+        ("$1,000", "1000"),
+    ],
+)
+def test_articles_punctuation_case_and_space_do_not_count(raw: str, clean: str) -> None:
+    assert normalized(raw) == clean
+
+
+@pytest.mark.parametrize(
+    ("predicted", "true", "expected"),
+    [
+        ("Ada Lovelace", "ada lovelace", 1.0),
+        ("Ada", "Ada Lovelace", 2 / 3),  # precision 1, recall 1/2
+        ("the big big dog", "big dog", 4 / 5),  # precision 2/3, recall 1: repeated words count once each
+        ("cat", "dog", 0.0),
+        ("", "dog", 0.0),
+        ("the", "a", 0.0),  # both empty after cleaning: no word in common
+    ],
+)
+def test_f1_is_that_of_the_two_bags_of_words(predicted: str, true: str, expected: float) -> None:
+    assert f1(predicted, true) == pytest.approx(expected)
+
+
+def test_exact_match_after_cleaning() -> None:
+    assert exact_match("The Norman.", "norman") == 1.0
+    assert exact_match("Normans", "norman") == 0.0
+
+
+def test_the_best_of_several_answers_counts_and_a_missing_prediction_is_wrong() -> None:
+    questions = [question("1", "Paris", "the city of Paris"), question("2", "1843"), question("3", "a dog")]
+    scores = squad({"1": "city of Paris", "2": "in 1843"}, questions)
+    assert scores["exact_match"] == pytest.approx(100 / 3)
+    assert scores["f1"] == pytest.approx(100 * (1 + 2 / 3 + 0) / 3)
+
+
+def test_version_two_scores_answerable_and_unanswerable_apart() -> None:
+    questions = [question("1", "Paris"), question("2"), question("3"), question("4", "a b c d")]
+    predictions = {"1": "Paris", "2": "", "3": "Rome", "4": "b c"}
+    scores = squad_v2(predictions, questions)
+    partial = 2 * 1.0 * (2 / 3) / (1 + 2 / 3)  # "a" is an article: b c d against b c
+    assert scores["exact"] == pytest.approx(50.0)
+    assert scores["f1"] == pytest.approx(100 * (1 + 1 + 0 + partial) / 4)
+    assert (scores["HasAns_exact"], scores["NoAns_exact"]) == (50.0, 50.0)
+    assert scores["HasAns_f1"] == pytest.approx(100 * (1 + partial) / 2)
+    assert (scores["total"], scores["HasAns_total"], scores["NoAns_total"]) == (4, 2, 2)
+
+
+def test_version_two_finds_the_best_threshold() -> None:
+    questions = [question("1", "Paris"), question("2"), question("3", "Oslo")]
+    predictions = {"1": "Paris", "2": "Rome", "3": "Oslo"}
+    scores = squad_v2(predictions, questions, {"1": 0.1, "2": 0.8, "3": 0.3}, threshold=0.5)
+    assert scores["exact"] == pytest.approx(100.0)  # question 2 is above the threshold, so empty, so right
+    assert scores["best_exact"] == pytest.approx(100.0)
+    assert scores["best_exact_thresh"] == 0.3
+
+
+def test_no_questions_is_no_score() -> None:
+    assert squad({}, []) == {"exact_match": 0.0, "f1": 0.0}

@@ -1,0 +1,210 @@
+"""`stoker train` from data to a model that stock transformers loads; mistakes are one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stoker.cli import main
+from stoker.tasks.demo.world import as_squad, make_world
+from tasks.models import save_tiny_bert
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_bert(tmp_path_factory.mktemp("tiny") / "bert")
+
+
+@pytest.fixture(scope="module")
+def squad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "train.json").write_text(json.dumps(as_squad(make_world(32, seed=1, training=True))))
+    (folder / "dev.json").write_text(json.dumps(as_squad(make_world(12, seed=1, training=False))))
+    return folder
+
+
+def qa_command(bert: Path, squad: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "train", "qa", "--model_name_or_path", str(bert), "--train_file", str(squad / "train.json"),
+        "--validation_file", str(squad / "dev.json"), "--test_file", str(squad / "dev.json"), "--do_train", "--do_eval",
+        "--do_predict", "--max_seq_length", "96", "--doc_stride", "16", "--num_train_epochs", "1",
+        "--per_device_train_batch_size", "8", "--report_to", "none", "--output_dir", str(out), *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(bert: Path, squad: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the words of an IPEX-era command."""
+    out = tmp_path_factory.mktemp("out") / "squad"
+    assert main(qa_command(bert, squad, out, "--use_ipex", "--bf16", "--no_cuda")) == 0
+    return out
+
+
+def test_a_run_leaves_model_metrics_predictions_card_log_and_report(trained: Path) -> None:
+    expected = {
+        "model.safetensors", "config.json", "tokenizer.json", "README.md", "report.html", "run.jsonl", "all_results.json",
+        "eval_predictions.json", "eval_nbest_predictions.json", "predict_predictions.json", "predict_nbest_predictions.json",
+    }  # fmt: skip
+    assert expected <= {path.name for path in trained.iterdir()}
+    assert len(json.loads((trained / "predict_predictions.json").read_text())) == 12
+    results = json.loads((trained / "all_results.json").read_text())
+    assert {"eval_f1", "eval_exact_match", "train_loss"} <= set(results)
+    card = (trained / "README.md").read_text()
+    assert 'pipeline_tag: "question-answering"' in card
+    assert "stoker train qa" in (trained / "run.jsonl").read_text()
+
+
+STOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "stoker":
+            raise ImportError("stoker is not to be used here")
+sys.meta_path.insert(0, Blocked())
+import json, torch
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+folder, question, context = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
+inputs = tokenizer(question, context, return_tensors="pt")
+with torch.no_grad():
+    output = model(**inputs)
+print(json.dumps([type(model).__name__, output.start_logits[0].tolist(), output.end_logits[0].tolist()]))
+assert not any(name.split(".")[0] == "stoker" for name in sys.modules)
+"""
+
+
+def test_the_model_answers_in_stock_transformers_without_stoker(trained: Path, tmp_path: Path) -> None:
+    import torch
+
+    from stoker.tasks.qa.ask import Asker
+
+    question, context = "Who founded Torwick?", "Torwick was founded by Elusa Halostone. The Ane flows through it."
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", STOCK, str(trained), question, context],
+        capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    name, start, _ = json.loads(done.stdout.splitlines()[-1])
+    assert name == "BertForQuestionAnswering"
+    asker = Asker.load(str(trained))
+    inputs = asker.tokenizer(question, context, return_tensors="pt")
+    with torch.no_grad():
+        ours = asker.model(**inputs).start_logits[0]
+    assert ours == pytest.approx(torch.tensor(start), abs=1e-4)
+
+
+def test_ask_answers_from_a_file_with_score_and_sentence(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Torwick was founded by Elusa Halostone. The Ane flows through it.")
+    assert main(["ask", "--model", str(trained), "--file", str(text), "--question", "Who founded it?", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["answer"] == text.read_text()[answer["begin"] : answer["end"]]
+    assert 0 < answer["score"] <= 1
+    assert main(["ask", "--model", str(trained), "--file", str(text), "--question", "Who founded it?"]) == 0
+    assert "score" in capsys.readouterr().out
+
+
+def test_the_same_command_again_goes_on_where_it_stopped(
+    bert: Path, squad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = qa_command(
+        bert, squad, tmp_path / "out", "--save_steps", "2", "--max_steps", "4", "--tokens_per_batch", "400"
+    )
+    assert main(command) == 0
+    capsys.readouterr()
+    assert main([*command, "--num_train_epochs", "2"]) == 0
+    assert "going on from" in capsys.readouterr().err
+    assert main([*command, "--overwrite_output_dir"]) == 0
+    assert "going on from" not in capsys.readouterr().err
+
+
+def test_classify_trains_evaluates_and_predicts(bert: Path, tmp_path: Path) -> None:
+    rows = [
+        {"sentence1": f"word {n} is here", "sentence2": f"there is {n % 3}", "label": ["no", "yes"][n % 2]}
+        for n in range(24)
+    ]
+    for name in ("train", "dev", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    out = tmp_path / "out"
+    code = main([
+        "train", "classify", "--model_name_or_path", str(bert), "--train_file", str(tmp_path / "train.jsonl"),
+        "--validation_file", str(tmp_path / "dev.jsonl"), "--test_file", str(tmp_path / "test.jsonl"), "--do_train",
+        "--do_eval", "--do_predict", "--num_train_epochs", "1", "--tokens_per_batch", "96", "--report_to", "none",
+        "--output_dir", str(out),
+    ])  # fmt: skip
+    assert code == 0
+    assert json.loads((out / "config.json").read_text())["id2label"] == {"0": "no", "1": "yes"}
+    assert 0 <= json.loads((out / "eval_results.json").read_text())["eval_accuracy"] <= 1
+    lines = (out / "predict_results.txt").read_text().splitlines()
+    assert len(lines) == 25
+    assert {line.split("\t")[1] for line in lines[1:]} <= {"no", "yes"}
+
+
+MISTAKES = {
+    "qa --do_trian --model_name_or_path m --train_file x --output_dir o --do_eval": "did you mean --do_train?",
+    "qa --model_name_or_path m --output_dir o": "has nothing to do; give --do_train",
+    "qa --model_name_or_path m --do_train --output_dir o": "--train_file is missing",
+    "qa --do_train --output_dir o": "--model_name_or_path",
+    "sing": "unknown task 'sing'",
+    "classify --model_name_or_path m --task_name mprc --do_train --output_dir o": "is no GLUE task",
+    "qa --model_name_or_path m --train_file x.json --do_train --output_dir o --learning_rate fast": "invalid float value",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_one_sentence_and_exit_code_two(
+    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert MISTAKES[words] in error
+    assert "Traceback" not in error
+
+
+def test_a_model_that_is_not_there_is_one_sentence(
+    squad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(qa_command(Path("no/such-model"), squad, tmp_path / "out")) == 2
+    assert "neither a folder here nor to be had from the hub" in capsys.readouterr().err
+
+
+def test_a_hub_data_set_without_the_package_is_one_sentence(
+    bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    command = ["train", "qa", "--model_name_or_path", str(bert), "--dataset_name", "squad", "--do_train"]
+    assert main([*command, "--output_dir", str(tmp_path / "o")]) == 2
+    assert "pip install 'stoker[hub]'" in capsys.readouterr().err
+
+
+def test_help_is_short_and_all_flags_are_one_option_away(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "qa", "--help"]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) < 70
+    assert main(["train", "qa", "--help-all"]) == 0
+    everything = capsys.readouterr().out
+    assert {"--lr_scheduler_type", "--use_ipex", "--doc_stride", "--fsdp"} <= set(everything.replace(",", " ").split())
+
+
+def test_a_log_file_gets_plain_lines(bert: Path, squad: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stoker", *qa_command(bert, squad, tmp_path / "out", "--max_steps", "2")],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "step 2/2  loss" in done.stderr
+    assert "tokens/s" in done.stderr
+    assert "\x1b" not in done.stderr
+    assert "it/s" not in done.stderr
+    assert len(done.stderr.splitlines()) < 15, done.stderr
