@@ -48,7 +48,7 @@ static void forward(const Tables& tables, const float* weight, const float* bias
     float* factors = thread_row<1>(room);
     for (int64_t token = begin; token < end; ++token) {
       lookup_row<Table>(tables, token, z);
-      const Moments m = moments(z, columns, eps, false);
+      const Moments m = moments(z, sum(z, columns), columns, eps, false);
       stats[token] = m.mean;
       stats[tokens + token] = m.rstd;
       Scalar* to = y + token * columns;
@@ -73,21 +73,26 @@ static void backward(const Tables& tables, const Scalar* dy, const float* weight
   parallel_tasks(sums.count, threads_for(tokens * columns, threads), [&](int64_t block) {
     float* z = thread_row<0>(room);
     float* factors = thread_row<1>(room);
+    float* g = thread_row<2>(room);
     float* dweight = sums.start(block, kWeight);
     float* dbias = sums.start(block, kBias);
     for (int64_t token = block * sums.size; token < std::min(tokens, (block + 1) * sums.size); ++token) {
       lookup_row<Table>(tables, token, z);
       const Scalar* from = dy + token * columns;
-      float* g = dz + token * columns;
+      float* to = dz + token * columns;
+      const Moments m{stats[token], stats[tokens + token]};
+      const auto finish = [&](auto&& dy_at) {
+        const RowGradient gradient = read_row([=](int64_t i) { return z[i]; }, dy_at, m, weight, columns, false, z, g,
+                                              dweight, dbias);
+#pragma omp simd
+        for (int64_t i = 0; i < columns; ++i) to[i] = gradient.at(g[i], z[i]);
+      };
       if (dropout.active()) {
         row_factors(dropout, token, columns, factors);
-#pragma omp simd
-        for (int64_t i = 0; i < columns; ++i) g[i] = load(from[i]) * factors[i];
+        finish([=](int64_t i) { return load(from[i]) * factors[i]; });
       } else {
-#pragma omp simd
-        for (int64_t i = 0; i < columns; ++i) g[i] = load(from[i]);
+        finish([=](int64_t i) { return load(from[i]); });
       }
-      normalize_row_backward(z, {stats[token], stats[tokens + token]}, weight, columns, false, g, dweight, dbias);
     }
   });
 }

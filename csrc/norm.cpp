@@ -11,44 +11,67 @@
 namespace stoker {
 
 template <typename Scalar>
-static void sum_row(const Scalar* x, const Scalar* residual, const float* x_bias, const float* factors, int64_t columns,
-                    float* z) {
-  if (factors && residual) {
-#pragma omp simd
-    for (int64_t i = 0; i < columns; ++i) z[i] = load(residual[i]) + (load(x[i]) + x_bias[i]) * factors[i];
-  } else if (factors) {
-#pragma omp simd
-    for (int64_t i = 0; i < columns; ++i) z[i] = (load(x[i]) + x_bias[i]) * factors[i];
-  } else if (residual) {
-#pragma omp simd
-    for (int64_t i = 0; i < columns; ++i) z[i] = load(residual[i]) + (load(x[i]) + x_bias[i]);
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < columns; ++i) z[i] = load(x[i]) + x_bias[i];
-  }
-}
-
-template <typename Scalar>
 struct Sum {
   const Scalar* x;
   const Scalar* residual;  // or null
   const float* x_bias;     // zeros if there is none
+  bool has_bias;
   Dropout dropout;
   int64_t columns;
 
-  // Writes row `row` of the sum to z, and returns its dropout factors, or null.
-  const float* operator()(int64_t row, float* z, float* factors) const {
+  // Calls f(z, factors), z(i) being element i of the sum in row `row`, and factors those of the dropout, or null.
+  template <typename F>
+  void row(int64_t row, float* room, F&& f) const {
     const int64_t at = row * columns;
-    const float* used = with_factors(row, factors);
-    sum_row(x + at, residual ? residual + at : nullptr, x_bias, used, columns, z);
-    return used;
+    const Scalar* from = x + at;
+    const Scalar* add = residual ? residual + at : nullptr;
+    const float* bias = x_bias;
+    const float* factors = factors_of(row, room);
+    if (factors && add)
+      f([=](int64_t i) { return load(add[i]) + (load(from[i]) + bias[i]) * factors[i]; }, factors);
+    else if (factors)
+      f([=](int64_t i) { return (load(from[i]) + bias[i]) * factors[i]; }, factors);
+    else if (add)
+      f([=](int64_t i) { return load(add[i]) + (load(from[i]) + bias[i]); }, factors);
+    else
+      f([=](int64_t i) { return load(from[i]) + bias[i]; }, factors);
   }
-  const float* with_factors(int64_t row, float* factors) const {
+  // The row itself, where nothing is added to it, no factor applied and no type changed; else null.
+  const float* as_it_is(int64_t row) const {
+    if constexpr (std::is_same_v<Scalar, float>) {
+      if (!residual && !has_bias && !dropout.active()) return x + row * columns;
+    }
+    return nullptr;
+  }
+  const float* factors_of(int64_t row, float* room) const {
     if (!dropout.active()) return nullptr;
-    row_factors(dropout, row, columns, factors);
-    return factors;
+    row_factors(dropout, row, columns, room);
+    return room;
   }
 };
+
+// z[i] = at(i); returns the sum.
+template <typename F>
+static float copy_row(F&& at, int64_t columns, float* z) {
+  float total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < columns; ++i) {
+    z[i] = at(i);
+    total += z[i];
+  }
+  return total;
+}
+
+// Stores z, and replaces it by what was stored, so that forward and backward normalise the same numbers; returns the sum.
+template <typename Scalar>
+static float store_row(float* z, Scalar* to, int64_t columns) {
+#pragma omp simd
+  for (int64_t i = 0; i < columns; ++i) {
+    store(to + i, z[i]);
+    z[i] = load(to[i]);
+  }
+  return sum(z, columns);
+}
 
 template <typename Scalar>
 static void forward(const Sum<Scalar>& sum_of, const float* weight, const float* bias, Scalar* y, Scalar* z_out,
@@ -58,20 +81,19 @@ static void forward(const Sum<Scalar>& sum_of, const float* weight, const float*
     float* z = thread_row<0>(room);
     float* factors = thread_row<1>(room);
     for (int64_t row = begin; row < end; ++row) {
-      sum_of(row, z, factors);
-      if (z_out) {
-        // What is normalised is the sum as it was stored, so that backward sees the same numbers.
-        Scalar* stored = z_out + row * columns;
-#pragma omp simd
-        for (int64_t i = 0; i < columns; ++i) {
-          store(stored + i, z[i]);
-          z[i] = load(stored[i]);
-        }
+      float total = 0;
+      const float* values = z_out ? nullptr : sum_of.as_it_is(row);
+      if (values) {
+        total = sum(values, columns);
+      } else {
+        sum_of.row(row, factors, [&](auto&& at, const float*) { total = copy_row(at, columns, z); });
+        if (z_out) total = store_row(z, z_out + row * columns, columns);
+        values = z;
       }
-      const Moments m = moments(z, columns, eps, rms);
+      const Moments m = moments(values, total, columns, eps, rms);
       stats[row] = m.mean;
       stats[rows + row] = m.rstd;
-      normalize_row(z, m, weight, bias, columns, y + row * columns);
+      normalize_row(values, m, weight, bias, columns, y + row * columns);
     }
   });
 }
@@ -87,56 +109,58 @@ struct Gradients {
 
 enum { kWeight, kBias, kInputBias, kKinds };
 
+// dz of a row into dresidual, dz * factor into dx, and the latter's share of the gradient of x_bias.
+template <typename Scalar>
+static void write_row(const Gradients<Scalar>& of, int64_t at, const RowGradient& gradient, const float* factors,
+                      const float* hat, float* g, int64_t columns, float* dx_bias /* or null */) {
+  const Scalar* more = of.dz_in + at;
+  Scalar *to_x = of.dx + at, *to_residual = of.dresidual + at;
+  for_flag(of.dz_in, [&](auto has_more) {
+    for_flag(of.dresidual, [&](auto has_residual) {
+      for_flag(factors, [&](auto has_factors) {
+        for_flag(dx_bias, [&](auto has_bias) {
+#pragma omp simd
+          for (int64_t i = 0; i < columns; ++i) {
+            float d = gradient.at(g[i], hat[i]);
+            if constexpr (has_more) d += load(more[i]);
+            if constexpr (has_residual) store(to_residual + i, d);
+            if constexpr (has_factors) {
+              d *= factors[i];
+              store(to_x + i, d);
+            }
+            if constexpr (has_bias) dx_bias[i] += d;
+          }
+        });
+      });
+    });
+  });
+}
+
 template <typename Scalar>
 static void backward(const Sum<Scalar>& sum_of, const Gradients<Scalar>& of, const float* weight, const float* stats,
-                     const ColumnSums& sums, int64_t rows, bool rms, int threads) {
+                     const ColumnSums& sums, bool with_x_bias, int64_t rows, bool rms, int threads) {
   const int64_t columns = sum_of.columns, room = columns + kRandomGroup;
   parallel_tasks(sums.count, threads_for(rows * columns, threads), [&](int64_t block) {
-    float* z = thread_row<0>(room);
-    float* factors = thread_row<1>(room);
+    float* hat = thread_row<0>(room);
+    float* factor_row = thread_row<1>(room);
     float* g = thread_row<2>(room);
     float* dweight = sums.start(block, kWeight);
     float* dbias = sums.start(block, kBias);
-    float* dx_bias = sums.start(block, kInputBias);
+    float* dx_bias = with_x_bias ? sums.start(block, kInputBias) : nullptr;
     for (int64_t row = block * sums.size; row < std::min(rows, (block + 1) * sums.size); ++row) {
       const int64_t at = row * columns;
-      const float* used;
+      const Moments m{stats[row], stats[rows + row]};
+      const Scalar* dy = of.dy + at;
+      const auto finish = [&](auto&& z, const float* factors) {
+        const RowGradient gradient =
+            read_row(z, [=](int64_t i) { return load(dy[i]); }, m, weight, columns, rms, hat, g, dweight, dbias);
+        write_row(of, at, gradient, factors, hat, g, columns, dx_bias);
+      };
       if (of.z) {
         const Scalar* stored = of.z + at;
-#pragma omp simd
-        for (int64_t i = 0; i < columns; ++i) z[i] = load(stored[i]);
-        used = sum_of.with_factors(row, factors);
+        finish([=](int64_t i) { return load(stored[i]); }, sum_of.factors_of(row, factor_row));
       } else {
-        used = sum_of(row, z, factors);
-      }
-      const Scalar* dy = of.dy + at;
-#pragma omp simd
-      for (int64_t i = 0; i < columns; ++i) g[i] = load(dy[i]);
-      normalize_row_backward(z, {stats[row], stats[rows + row]}, weight, columns, rms, g, dweight, dbias);
-      if (of.dz_in) {
-        const Scalar* more = of.dz_in + at;
-#pragma omp simd
-        for (int64_t i = 0; i < columns; ++i) g[i] += load(more[i]);
-      }
-      if (of.dresidual) {
-        Scalar* to = of.dresidual + at;
-#pragma omp simd
-        for (int64_t i = 0; i < columns; ++i) store(to + i, g[i]);
-      }
-      if (used) {
-#pragma omp simd
-        for (int64_t i = 0; i < columns; ++i) g[i] *= used[i];
-      }
-      if (of.dx) {
-        Scalar* to = of.dx + at;
-#pragma omp simd
-        for (int64_t i = 0; i < columns; ++i) {
-          store(to + i, g[i]);
-          dx_bias[i] += g[i];
-        }
-      } else {
-#pragma omp simd
-        for (int64_t i = 0; i < columns; ++i) dx_bias[i] += g[i];
+        sum_of.row(row, factor_row, finish);
       }
     }
   });
@@ -154,7 +178,7 @@ STOKER_API void stoker_norm_forward(const void* x, const void* residual, const v
   for_dtype(dtype, [&](auto* tag) {
     using Scalar = std::remove_pointer_t<decltype(tag)>;
     const Sum<Scalar> sum_of{static_cast<const Scalar*>(x), static_cast<const Scalar*>(residual), wide_x_bias.get(),
-                             Dropout(p, key), columns};
+                             x_bias != nullptr, Dropout(p, key), columns};
     forward(sum_of, wide_weight.get(), wide_bias.get(), static_cast<Scalar*>(y), static_cast<Scalar*>(z), stats, rows, eps,
             rms != 0, threads);
   });
@@ -167,14 +191,14 @@ STOKER_API void stoker_norm_backward(const void* dy, const void* dz, const void*
                                      int weight_dtype, int bias_dtype, int threads) {
   using namespace stoker;
   const Buffer<float> wide_x_bias = widen(x_bias, x_bias_dtype, columns), wide_weight = widen(weight, weight_dtype, columns);
-  const ColumnSums sums(rows, columns, kKinds);
+  const ColumnSums sums(rows, columns, dx_bias ? kKinds : kInputBias);
   for_dtype(dtype, [&](auto* tag) {
     using Scalar = std::remove_pointer_t<decltype(tag)>;
     const Sum<Scalar> sum_of{static_cast<const Scalar*>(x), static_cast<const Scalar*>(residual), wide_x_bias.get(),
-                             Dropout(p, key), columns};
+                             x_bias != nullptr, Dropout(p, key), columns};
     const Gradients<Scalar> of{static_cast<const Scalar*>(dy), static_cast<const Scalar*>(dz),
                                static_cast<const Scalar*>(z), static_cast<Scalar*>(dx), static_cast<Scalar*>(dresidual)};
-    backward(sum_of, of, wide_weight.get(), stats, sums, rows, rms != 0, threads);
+    backward(sum_of, of, wide_weight.get(), stats, sums, dx_bias != nullptr, rows, rms != 0, threads);
   });
   sums.finish(kWeight, dweight, weight_dtype, threads);
   sums.finish(kBias, dbias, bias_dtype, threads);

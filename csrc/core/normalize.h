@@ -23,9 +23,9 @@ inline Moments wide_moments(const float* z, int64_t columns, float eps, bool rms
   return {static_cast<float>(mean), static_cast<float>(1.0 / std::sqrt(variance + eps))};
 }
 
-// Two passes over a row that lies in cache: no cancellation, as E[z^2] - mean^2 would have.
-inline Moments moments(const float* z, int64_t columns, float eps, bool rms) {
-  const float mean = rms ? 0.0f : sum(z, columns) / static_cast<float>(columns);
+// Of a row that lies in cache, given its sum. A second pass: no cancellation, as E[z^2] - mean^2 would have.
+inline Moments moments(const float* z, float sum_z, int64_t columns, float eps, bool rms) {
+  const float mean = rms ? 0.0f : sum_z / static_cast<float>(columns);
   const float variance = sum_of_squares(z, columns, mean) / static_cast<float>(columns);
   if (!std::isfinite(variance)) return wide_moments(z, columns, eps, rms);
   return {mean, 1.0f / std::sqrt(variance + eps)};
@@ -38,24 +38,31 @@ inline void normalize_row(const float* z, Moments m, const float* weight, const 
   for (int64_t i = 0; i < columns; ++i) store(y + i, (z[i] - m.mean) * m.rstd * weight[i] + bias[i]);
 }
 
-// Replaces z by its normalised form and g = dy * weight by dz (without the factor of anything before the norm), and adds
-// this row's share of the gradients of weight and bias.
+// What backward needs of a row once it was read: zhat, g = dy * weight, and their means.
 //   dz = rstd * (g - mean(g) - zhat * mean(g * zhat)),   without mean(g) for RMSNorm
-inline void normalize_row_backward(float* z, Moments m, const float* weight, int64_t columns, bool rms, float* g,
-                                   float* dweight, float* dbias) {
-#pragma omp simd
+struct RowGradient {
+  float rstd, mean_g, mean_gz;
+  float at(float g, float hat) const { return rstd * (g - mean_g - hat * mean_gz); }
+};
+
+// Reads a row by z(i) and dy(i), writes zhat and g, and adds the row's share of the gradients of weight and bias. One loop:
+// what bounds it is the traffic of its own rows, not the two sums.
+template <typename Z, typename Dy>
+inline RowGradient read_row(Z&& z, Dy&& dy, Moments m, const float* weight, int64_t columns, bool rms, float* hat, float* g,
+                            float* dweight, float* dbias) {
+  float sum_g = 0, sum_gz = 0;
+#pragma omp simd reduction(+ : sum_g, sum_gz)
   for (int64_t i = 0; i < columns; ++i) {
-    const float hat = (z[i] - m.mean) * m.rstd, dy = g[i];
-    z[i] = hat;
-    g[i] = dy * weight[i];
-    dweight[i] += dy * hat;
-    dbias[i] += dy;
+    const float h = (z(i) - m.mean) * m.rstd, d = dy(i), gi = d * weight[i];
+    hat[i] = h;
+    g[i] = gi;
+    dweight[i] += d * h;
+    dbias[i] += d;
+    sum_g += gi;
+    sum_gz += gi * h;
   }
   const float scale = 1.0f / static_cast<float>(columns);
-  const float mean_g = rms ? 0.0f : sum(g, columns) * scale;
-  const float mean_gz = dot(g, z, columns) * scale;
-#pragma omp simd
-  for (int64_t i = 0; i < columns; ++i) g[i] = m.rstd * (g[i] - mean_g - z[i] * mean_gz);
+  return {m.rstd, rms ? 0.0f : sum_g * scale, sum_gz * scale};
 }
 
 }  // namespace stoker

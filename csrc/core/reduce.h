@@ -43,19 +43,6 @@ inline float sum_of_squares(const float* values, int64_t count, float centre) {
   return (s0 + s1) + (s2 + s3);
 }
 
-inline float dot(const float* a, const float* b, int64_t count) {
-  const int64_t half = count / 2;
-  const float *a1 = a + half, *b1 = b + half;
-  float s0 = 0, s1 = 0;
-#pragma omp simd reduction(+ : s0, s1)
-  for (int64_t i = 0; i < half; ++i) {
-    s0 += a[i] * b[i];
-    s1 += a1[i] * b1[i];
-  }
-  for (int64_t i = 2 * half; i < count; ++i) s0 += a[i] * b[i];
-  return s0 + s1;
-}
-
 // Column sums over rows, for gradients of parameters. The rows are cut into blocks by their number alone; each block is
 // summed by one thread into its own partial row, and the partial rows are added in order.
 class ColumnSums {

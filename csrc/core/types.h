@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #define STOKER_API extern "C" __attribute__((visibility("default")))
 
@@ -42,6 +43,15 @@ inline void for_dtype(int dtype, F&& f) {
     f(static_cast<bf16*>(nullptr));
   else
     f(static_cast<float*>(nullptr));
+}
+
+// Calls f(std::true_type) or f(std::false_type): a choice made once, outside the loops that depend on it.
+template <typename F>
+inline void for_flag(bool flag, F&& f) {
+  if (flag)
+    f(std::true_type());
+  else
+    f(std::false_type());
 }
 
 }  // namespace stoker

@@ -1,0 +1,305 @@
+"""Every native operator against the PyTorch operators it replaces, forward and backward.
+
+    python benchmarks/kernels.py                 all of them, about two minutes
+    python benchmarks/kernels.py --only norm     those with "norm" in the name
+    python benchmarks/kernels.py --json out.json --check
+
+Both sides run in this process, in turn, on the same tensors; the ratio is the median over rounds of the ratio within a round,
+so that a slow moment hits both. Both sides keep freed memory mapped, as Stoker does: without that PyTorch is slower still. The
+rate counts what an operator cannot avoid: bytes it must read and write, or floating-point operations of its products. With
+--check the exit code is 1 if a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stoker.kernels import native
+from stoker.kernels.activation import bias_activation, gated_activation
+from stoker.kernels.dropout import dropout
+from stoker.kernels.embedding import embedding_layer_norm_dropout
+from stoker.kernels.loss import cross_entropy, linear_cross_entropy
+from stoker.kernels.norm import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm
+from stoker.machine import rates as machine_rates
+from stoker.machine.facts import this_machine
+from stoker.model.memory import keep_mapped
+
+TOKENS = 2048
+SIZES = {"base": (768, 3072), "small": (384, 1536)}  # hidden and inner size of BERT-base and MiniLM
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+VOCABULARY = 30522
+P = 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. `amount` is in bytes if `unit` is GB/s, in operations if it is GFLOP/s."""
+
+    name: str
+    ours: Callable[[], object]
+    theirs: Callable[[], object]
+    amount: float
+    unit: str = "GB/s"
+    bar: float | None = None
+    """The least ratio promised; None where none is."""
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    milliseconds: float
+    torch_milliseconds: float
+    ratio: float
+    rate: float
+    unit: str
+    limit: float | None
+    """What this machine was measured to reach, in the same unit."""
+    bar: float | None
+
+    @property
+    def missed(self) -> bool:
+        return self.bar is not None and self.ratio < self.bar
+
+
+def run(case: Case, rounds: int, seconds: float, limits: dict[str, float]) -> Result:
+    """Rounds of one call per side, the first side changing, until `rounds` are done or `seconds` have passed."""
+    sides = (case.ours, case.theirs)
+    for side in sides:
+        side()
+    times: tuple[list[float], list[float]] = ([], [])
+    end = time.perf_counter() + seconds
+    while len(times[0]) < rounds and (len(times[0]) < 3 or time.perf_counter() < end):
+        for which in (0, 1) if len(times[0]) % 2 else (1, 0):
+            begin = time.perf_counter()
+            sides[which]()
+            times[which].append(time.perf_counter() - begin)
+    ours, theirs = (statistics.median(side) for side in times)
+    ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
+    rate = case.amount / ours / 1e9
+    return Result(case.name, ours * 1e3, theirs * 1e3, ratio, rate, case.unit, limits.get(case.unit), case.bar)
+
+
+def step(call: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor | None = None) -> Callable[[], None]:
+    """Forward and backward of `call(*leaves)`, with fresh gradients each time."""
+
+    def work() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        call(*leaves).backward(grad)
+
+    return work
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def both_sizes() -> Iterator[tuple[str, int, int, torch.dtype, int]]:
+    """Label, hidden size, inner size, dtype and its bytes."""
+    for dtype_name, dtype in DTYPES.items():
+        for size, (hidden, inner) in SIZES.items():
+            yield f"{size} {dtype_name}", hidden, inner, dtype, dtype.itemsize
+
+
+# Promises hold for fp32; bf16 is measured beside it.
+def bar(value: float, dtype: torch.dtype) -> float | None:
+    return value if dtype == torch.float32 else None
+
+
+def dropout_cases() -> Iterator[Case]:
+    for label, hidden, _, dtype, size in both_sizes():
+        x, grad = leaf(TOKENS, hidden, dtype=dtype), torch.randn(TOKENS, hidden).to(dtype)
+        yield Case(
+            f"dropout, {label}",
+            step(lambda x: dropout(x, P), [x], grad),
+            step(lambda x: F.dropout(x, P), [x], grad),
+            amount=4 * x.numel() * size,
+            bar=bar(10.0, dtype),
+        )
+
+
+def norm_cases() -> Iterator[Case]:
+    for label, hidden, _, dtype, size in both_sizes():
+        x, residual = leaf(TOKENS, hidden, dtype=dtype), leaf(TOKENS, hidden, dtype=dtype)
+        weight, bias, x_bias = (leaf(hidden, dtype=dtype) for _ in range(3))
+        grad = torch.randn(TOKENS, hidden).to(dtype)
+        yield Case(
+            f"dropout + residual + LayerNorm, {label}",
+            step(
+                lambda x, r, w, b, c: dropout_add_layer_norm(x, r, w, b, x_bias=c, p=P),
+                [x, residual, weight, bias, x_bias],
+                grad,
+            ),
+            step(
+                lambda x, r, w, b, c: F.layer_norm(r + F.dropout(x + c, P), w.shape, w, b, 1e-12),
+                [x, residual, weight, bias, x_bias],
+                grad,
+            ),
+            amount=8 * x.numel() * size,
+            bar=bar(4.0, dtype),
+        )
+        yield Case(
+            f"dropout + residual + RMSNorm, {label}",
+            step(lambda x, r, w: dropout_add_rms_norm(x, r, w, p=P), [x, residual, weight], grad),
+            step(lambda x, r, w: F.rms_norm(r + F.dropout(x, P), w.shape, w, 1e-6), [x, residual, weight], grad),
+            amount=8 * x.numel() * size,
+        )
+        yield Case(
+            f"LayerNorm, {label}",
+            step(lambda x, w, b: layer_norm(x, w, b), [x, weight, bias], grad),
+            step(lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, weight, bias], grad),
+            amount=5 * x.numel() * size,
+        )
+
+
+def activation_cases() -> Iterator[Case]:
+    for label, _, inner, dtype, size in both_sizes():
+        x, bias, grad = leaf(TOKENS, inner, dtype=dtype), leaf(inner, dtype=dtype), torch.randn(TOKENS, inner).to(dtype)
+        plain = {
+            "GELU": ("gelu", F.gelu, 2.0),
+            "GELU by tanh": ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), None),
+            "ReLU": ("relu", F.relu, None),
+            "SiLU": ("silu", F.silu, None),
+        }
+        for name, (kind, formula, promised) in plain.items():
+            yield Case(
+                f"bias + {name}, {label}",
+                step(lambda x, b, kind=kind: bias_activation(x, b, kind), [x, bias], grad),
+                step(lambda x, b, formula=formula: formula(x + b), [x, bias], grad),
+                amount=5 * x.numel() * size,
+                bar=bar(promised, dtype) if promised else None,
+            )
+        half = torch.randn(TOKENS, inner // 2).to(dtype)
+        for name, kind, formula in (("GeGLU", "gelu", F.gelu), ("SwiGLU", "silu", F.silu)):
+
+            def eager(x: Tensor, formula: Callable[[Tensor], Tensor] = formula) -> Tensor:
+                gate, up = x.chunk(2, -1)
+                return formula(gate) * up
+
+            yield Case(
+                f"{name}, {label}",
+                step(lambda x, kind=kind: gated_activation(x, None, kind), [x], half),
+                step(eager, [x], half),
+                amount=4 * x.numel() * size,
+            )
+
+
+def loss_cases() -> Iterator[Case]:
+    labels = torch.randint(0, VOCABULARY, (TOKENS // 4,))
+    logits = leaf(TOKENS // 4, VOCABULARY)
+    yield Case(
+        f"cross entropy, {TOKENS // 4} rows of {VOCABULARY}",
+        step(lambda x: cross_entropy(x, labels), [logits]),
+        step(lambda x: F.cross_entropy(x, labels), [logits]),
+        amount=3 * logits.numel() * 4,
+    )
+    hidden = SIZES["small"][0]
+    masked = torch.randint(0, VOCABULARY, (TOKENS,)).masked_fill(torch.rand(TOKENS) >= 0.15, -100)
+    x, weight, bias = leaf(TOKENS, hidden), leaf(VOCABULARY, hidden), leaf(VOCABULARY)
+    yield Case(
+        "linear + cross entropy, masked LM, small",
+        step(lambda x, w, b: linear_cross_entropy(x, w, b, masked), [x, weight, bias]),
+        step(lambda x, w, b: F.cross_entropy(F.linear(x, w, b), masked), [x, weight, bias]),
+        amount=6.0 * (masked >= 0).sum().item() * VOCABULARY * hidden,
+        unit="GFLOP/s",
+    )
+
+
+def embedding_cases() -> Iterator[Case]:
+    for label, (hidden, _) in SIZES.items():
+        ids, positions, types = (torch.randint(0, size, (TOKENS,)) for size in (VOCABULARY, 384, 2))
+        leaves = [*(leaf(size, hidden) for size in (VOCABULARY, 512, 2)), leaf(hidden), leaf(hidden)]
+        grad = torch.randn(TOKENS, hidden)
+        yield Case(
+            f"embeddings + LayerNorm + dropout, {label} fp32",
+            step(
+                lambda word, place, kind, w, b, ids=ids, positions=positions, types=types: embedding_layer_norm_dropout(
+                    ids, positions, types, word, place, kind, w, b, eps=1e-12, p=P, padding_idx=0
+                ),
+                leaves,
+                grad,
+            ),
+            step(
+                lambda word, place, kind, w, b, ids=ids, positions=positions, types=types: F.dropout(
+                    F.layer_norm(
+                        F.embedding(ids, word, 0) + F.embedding(positions, place) + F.embedding(types, kind),
+                        w.shape,
+                        w,
+                        b,
+                        1e-12,
+                    ),
+                    P,
+                ),
+                leaves,
+                grad,
+            ),
+            amount=(12 * TOKENS + VOCABULARY) * hidden * 4,
+        )
+
+
+GROUPS: list[Callable[[], Iterator[Case]]] = [
+    dropout_cases,
+    norm_cases,
+    activation_cases,
+    loss_cases,
+    embedding_cases,
+]
+
+
+def measured_limits() -> dict[str, float]:
+    """What doctor measured on this machine, or measures now."""
+    machine = this_machine()
+    found = machine_rates.known(machine) or machine_rates.measure(machine)
+    return {"GB/s": found.bandwidth_all, "GFLOP/s": found.fp32_all}
+
+
+def line(result: Result) -> str:
+    limit = f"{100 * result.rate / result.limit:4.0f}%" if result.limit else "   ?"
+    promise = "" if result.bar is None else f"  bar {result.bar:g}x" + (" MISSED" if result.missed else "")
+    return (
+        f"{result.name:46} {result.milliseconds:9.2f} {result.torch_milliseconds:9.2f} {result.ratio:6.1f}x "
+        f"{result.rate:7.1f} {result.unit:7} {limit}{promise}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="TEXT", default="", help="cases with TEXT in their name")
+    parser.add_argument("--rounds", type=int, default=25, help="calls of each side per case (default 25)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="at most about this long per case (default 4)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results there too")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+    arguments = parser.parse_args()
+
+    keep_mapped()
+    torch.manual_seed(0)
+    limits = measured_limits()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, level {native.level()}, {TOKENS} tokens")
+    print(f"measured limits: {limits['GB/s']:.0f} GB/s, {limits['GFLOP/s']:.0f} GFLOP/s")
+    print(f"{'forward + backward':46} {'ours ms':>9} {'torch ms':>9} {'ratio':>7} {'rate':>7} {'':7} of limit")
+    results = []
+    for group in GROUPS:
+        for case in group():
+            if arguments.only.lower() in case.name.lower():
+                results.append(run(case, arguments.rounds, arguments.seconds, limits))
+                print(line(results[-1]), flush=True)
+    if not results:
+        parser.error(f"--only {arguments.only!r}: no case has that in its name")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+    return int(arguments.check and any(result.missed for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Runs the kernel tests on a library built with AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`.
+
+The library is built in build/sanitize for the levels this CPU has. Every exported function must be reached by the tests;
+torch's allocator is malloc, so a read or write beyond a tensor is seen too. Exits 0 if all is well, 2 if the tools are
+missing, else 1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+BUILD = ROOT / "build" / "sanitize"
+FILES = sorted(str(file) for file in HERE.glob("test_*.py") if file.name not in ("test_levels.py", "test_sanitizer.py"))
+# What torch does around the kernels is slow under the sanitizer and the same without it; the distribution tests only
+# repeat one call on large tensors.
+LEFT_OUT = "not compiled and not registration and not independent and not whole_line and not engine_choice"
+# They take no tensors: what the library says of itself, and the clock of doctor.
+ABOUT_ITSELF = {"stoker_abi", "stoker_isa", "stoker_count_threads", "stoker_attention_key_chunk", "stoker_clock"}
+
+
+def find_runtime() -> list[Path]:
+    """Libraries of the compiler that must be loaded before anything else; empty if there is no sanitizer.
+
+    libstdc++ is among them because the sanitizer looks for its functions at the start, and Python itself has none.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        return []
+    found = []
+    for name in ("libasan.so", "libstdc++.so.6"):
+        run = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
+        path = Path(run.stdout.strip())
+        if not path.is_absolute() or not path.exists():
+            return []
+        found.append(path.resolve())
+    return found
+
+
+def missing() -> str | None:
+    """What stands in the way, or None."""
+    if not find_runtime():
+        return "the C++ compiler has no libasan.so"
+    for tool in ("cmake", "nm"):
+        if _tool(tool) is None:
+            return f"{tool} was not found"
+    return None
+
+
+def _tool(name: str) -> str | None:
+    return shutil.which(name, path=os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", ""))))
+
+
+def build(levels: list[str]) -> None:
+    cmake, ninja = _tool("cmake"), _tool("ninja")
+    assert cmake is not None
+    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
+    configure = [cmake, "-S", str(ROOT), "-B", str(BUILD), "-DSTOKER_SANITIZE=ON", *generator]
+    subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
+    targets = [f"stoker_{level}" for level in levels]
+    subprocess.run([cmake, "--build", str(BUILD), "--target", *targets, "--parallel", "2"], check=True)
+
+
+def exported(level: str) -> set[str]:
+    nm = _tool("nm")
+    assert nm is not None
+    library = BUILD / f"libstoker-{level}.so"
+    run = subprocess.run([nm, "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
+    return {line.split()[-1] for line in run.stdout.splitlines() if line.split()[-1].startswith("stoker_")}
+
+
+def run_under_sanitizer(level: str) -> int:
+    environment = os.environ | {
+        "LD_PRELOAD": " ".join(map(str, find_runtime())),
+        # Python and torch keep memory until the end, and torch's code throws exceptions of its own.
+        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:abort_on_error=0",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "STOKER_NATIVE_DIR": str(BUILD),
+        "STOKER_ISA": level,
+        "STOKER_TEST_BRIEF": "1",
+    }
+    return subprocess.run([sys.executable, __file__, "--inside"], env=environment, check=False).returncode
+
+
+def inside() -> int:
+    """In the process that has the sanitizer: the tests, and a note of each function they reach."""
+    import pytest
+
+    from stoker.kernels import native
+
+    reached: set[str] = set()
+    plain = native.function
+
+    def noting(name: str, signature: str):
+        reached.add(name)
+        return plain(name, signature)
+
+    native.function = noting  # type: ignore[assignment]
+    # Capturing by file descriptor would swallow the report of the sanitizer.
+    code = pytest.main(["-q", "-x", "--capture=sys", "-p", "no:cacheprovider", "-k", LEFT_OUT, *FILES])
+    if code:
+        return int(code)
+    unreached = exported(native.level()) - reached - ABOUT_ITSELF
+    if unreached:
+        print(f"not reached by any kernel test: {', '.join(sorted(unreached))}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main() -> int:
+    if "--inside" in sys.argv:
+        return inside()
+    if reason := missing():
+        print(f"sanitize: {reason}", file=sys.stderr)
+        return 2
+    from stoker.kernels import native
+
+    levels = native.available()
+    build(levels)
+    for level in levels:
+        print(f"--- {level}", flush=True)
+        if run_under_sanitizer(level):
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
