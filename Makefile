@@ -19,9 +19,8 @@ SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLi
 help: ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: install ## show what this machine can do, and that the native library works
-	@$(BIN)/stoker doctor
-	@$(BIN)/stoker selftest
+demo: install ## teach a small model to read, measured against stock; five minutes, no network
+	@$(BIN)/stoker demo --output_dir build/demo
 
 test: install ## lint, types and all tests
 	@$(MAKE) --no-print-directory lint

@@ -6,18 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stoker.hf.arguments import TrainingArguments as TrainingArguments
+    from stoker.hf.trainer import Trainer as Trainer
     from stoker.machine import Machine as Machine
     from stoker.model import optimize as optimize
     from stoker.model import report as report
     from stoker.model import restore as restore
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Machine", "__version__", "optimize", "report", "restore"]
+__all__ = ["Machine", "Trainer", "TrainingArguments", "__version__", "optimize", "report", "restore"]
 
 # Public name -> the module it lives in, imported when the name is first used: `import stoker` must stay cheap, and
 # `stoker --help` must not wait for torch.
 _HOMES: dict[str, str] = {
     "Machine": "stoker.machine",
+    "Trainer": "stoker.hf.trainer",
+    "TrainingArguments": "stoker.hf.arguments",
     "optimize": "stoker.model",
     "report": "stoker.model",
     "restore": "stoker.model",

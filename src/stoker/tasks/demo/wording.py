@@ -111,7 +111,7 @@ _TOWN = Kind(
 
 _WORK = Kind(
     "work",
-    ("The piece", "The work", "It"),
+    ("The piece", "The thing", "It"),
     (
         Relation(
             "person",

@@ -28,7 +28,7 @@ _ENDINGS = {
 _LISTS: dict[str, tuple[str, ...]] = {
     "craft": ("glassblower", "clockmaker", "bell founder", "lighthouse keeper", "map drawer", "rope maker", "bookbinder",
               "beekeeper", "lens grinder", "ship's cook", "tax collector", "stone carver", "court singer", "bridge builder"),
-    "animal": ("grey parrot", "tame fox", "black goat", "one-eyed cat", "white raven", "small monkey", "old tortoise",
+    "animal": ("grey parrot", "tame fox", "black goat", "one-eyed cat", "white raven", "small monkey", "huge tortoise",
                "lame dog", "barn owl", "red squirrel"),
     "good": ("blue glass", "salted plums", "silk rope", "smoked cheese", "copper lamps", "sea salt", "painted tiles",
              "dark honey", "tall candles", "woollen coats", "dried figs"),
