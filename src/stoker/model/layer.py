@@ -42,7 +42,7 @@ class FusedLayer(Optimized):
         row: Family = self.stoker_row
         extra = named(self, args, kwargs)
         hidden = args[0] if args else next(iter(extra.values()))
-        x = hidden[0].to(stoker_sequences.dtype)
+        x = hidden.squeeze(0).to(stoker_sequences.dtype)  # not hidden[0], whose gradient is a copy
         run = _pre_norm if row.pre_norm else _post_norm
         y = run(_Parts(self, row, self.stoker_settings.fuse), x, stoker_sequences, extra).unsqueeze(0)
         return (y,) if row.tuple_until >= transformers_major() else y
@@ -83,7 +83,7 @@ def _attend(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]
         window=None if window is None else (window, window),
         # stock gives both halves of the angles, which are the same
         rotary=None if rotary is None else tuple(part[0, :, : part.shape[-1] // 2] for part in rotary),
-        bias=None if bias is None else bias[0],
+        bias=None if bias is None else bias.squeeze(0),
         dropout_p=getattr(dropout_p, "p", dropout_p) if layer.training else 0.0,
     )
 

@@ -54,12 +54,12 @@ class Sequences:
         Where a row begins with padding, its first column shows its first token, because that is where heads and poolers
         look for it.
         """
-        rows = x[0]
+        packed = rows = x.squeeze(0)
         if self.index is not None:
-            rows = rows.new_zeros(self.batch * self.length, rows.shape[-1]).index_copy(0, self.index, rows)
+            rows = packed.new_zeros(self.batch * self.length, packed.shape[-1]).index_copy_(0, self.index, packed)
         if self.left is not None:
             at, first = self.left
-            rows = rows.index_copy(0, at * self.length, x[0].index_select(0, first))
+            rows = rows.index_copy(0, at * self.length, packed.index_select(0, first))
         return rows.view(self.batch, self.length, -1)
 
     def positions_after(self, padding_idx: int, ids: Tensor | None) -> Tensor:
