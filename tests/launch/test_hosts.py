@@ -258,7 +258,8 @@ def test_a_machine_that_dies_ends_the_others() -> None:
 def test_the_rig_shapes_its_links() -> None:
     """The rig itself: a link of 100 Mbit/s carries no more, and a cut cable nothing."""
     receiver = (
-        "import socket,time; s=socket.create_server(('0.0.0.0',5001)); print('up',flush=True); c,_=s.accept(); n=0; t=time.time()\n"
+        "import socket,time; s=socket.create_server(('0.0.0.0',5001)); print('up',flush=True)\n"
+        "c,_=s.accept(); n=0; t=time.time()\n"
         "while (d:=c.recv(1<<20)): n+=len(d)\n"
         "print(n/(time.time()-t)/1e6)"
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stoker.errors import UserError
-from stoker.launch import allocators, binding, exchange, output
+from stoker.launch import allocators, binding, exchange, hints, output
 from stoker.launch.environment import Rank, discover
 from stoker.launch.settings import Settings
 from stoker.machine import Machine
@@ -148,8 +148,11 @@ def _run(settings: Settings, rank: Rank | None, script: str, rest: list[str], sc
     except KeyboardInterrupt:
         print("stoker: interrupted", file=sys.stderr)
         _end(settings, rank, 130, None, screen)
+    except UserError as error:  # of the compatibility layer, or of Stoker used by the script
+        print(f"stoker: {error}", file=sys.stderr)
+        _end(settings, rank, 2, f"stoker: {error}\n", screen)
     except BaseException as error:
-        text = _traceback(error)
+        text = _traceback(error) + "".join(f"stoker: {line}\n" for line in hints.hints(error, rest))
         sys.stderr.write(text)
         _end(settings, rank, 1, text, screen)
     _end(settings, rank, 0, None, screen)

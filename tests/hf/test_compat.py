@@ -1,0 +1,190 @@
+"""The layer for unmodified scripts: retired words act, retired imports resolve, the real ones are left alone, misfits refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.errors import UserError
+from stoker.hf.compat import SUPPORTED, check_version
+
+START = "from stoker.hf.compat import install\n"
+
+
+def run(
+    code: str, *arguments: str, env: dict[str, str] | None = None, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Code in a process of its own, since hooks stay in the process they are installed in."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**clean, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def answer(done: subprocess.CompletedProcess[str]) -> Any:
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+RETIRED_FLAGS = ["--use_ipex", "--no_cuda", "--overwrite_output_dir", "--xpu_backend", "ccl", "--warmup_ratio", "0.1",
+                 "--group_by_length", "--logging_dir", "runs", "--bf16", "--ddp_backend", "ccl"]  # fmt: skip
+PARSE = """
+import json, pickle, sys
+from transformers import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+import transformers.trainer, transformers.training_args
+args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+same = TrainingArguments("out", use_ipex=True, no_cuda=True, warmup_ratio=0.1)
+print(json.dumps({
+    "cpu": args.use_cpu, "bf16": args.bf16, "warmup": args.get_warmup_steps(200), "same": same.get_warmup_steps(200),
+    "sampling": args.train_sampling_strategy, "device": str(args.device), "use_ipex": args.use_ipex,
+    "one": Trainer is transformers.trainer.Trainer and TrainingArguments is transformers.training_args.TrainingArguments,
+    "derived": issubclass(Seq2SeqTrainingArguments, TrainingArguments),
+    "bases": [base.__module__ for base in Trainer.__mro__], "module": TrainingArguments.__module__,
+}))
+pickle.dump(args, open(sys.argv[2] + "/args.bin", "wb"))
+"""
+
+
+def test_every_retired_word_of_trainingarguments_acts(tmp_path: Path) -> None:
+    done = run(START + "install()\n" + PARSE, "--output_dir", str(tmp_path), *RETIRED_FLAGS)
+    found = answer(done)
+    assert (found["cpu"], found["bf16"], found["warmup"], found["same"]) == (True, True, 20, 20)
+    assert (found["sampling"], found["device"], found["use_ipex"]) == ("group_by_length", "cpu", True)
+    assert found["one"]
+    assert found["derived"]
+    assert "stoker.hf.trainer" in found["bases"]
+    for word in (
+        "use_ipex",
+        "no_cuda",
+        "overwrite_output_dir",
+        "xpu_backend",
+        "warmup_ratio",
+        "group_by_length",
+        "logging_dir",
+        "ccl",
+    ):
+        lines = [line for line in done.stderr.splitlines() if word in line]
+        assert len(lines) == 1, (word, done.stderr)
+    # What a script saves opens where Stoker's layer, or Stoker, is not.
+    opened = run(f"import pickle\nargs = pickle.load(open({str(tmp_path / 'args.bin')!r}, 'rb'))\n"
+                 "import sys, json\nprint(json.dumps({'cpu': args.use_cpu, 'stoker': 'stoker' in sys.modules}))")  # fmt: skip
+    assert answer(opened) == {"cpu": True, "stoker": False}
+
+
+def test_without_the_layer_the_words_stay_retired(tmp_path: Path) -> None:
+    done = run(PARSE, "--output_dir", str(tmp_path), "--use_ipex", "--no_cuda", check=False)
+    assert done.returncode != 0
+    assert "['--use_ipex', '--no_cuda']" in done.stderr
+
+
+def test_no_ipex_leaves_the_model_alone_but_understands_the_words(tmp_path: Path) -> None:
+    done = run(START + "install(optimise=False)\n" + PARSE, "--output_dir", str(tmp_path), "--use_ipex", "--no_cuda")
+    assert answer(done)["use_ipex"] is False
+    assert "because of --no-ipex" in done.stderr
+
+
+def test_a_script_that_imports_stoker_first_gets_the_same_classes() -> None:
+    code = """
+install()
+import json
+from stoker.hf.trainer import Trainer as ours
+from transformers import Trainer, TrainingArguments
+import accelerate, transformers.trainer
+print(json.dumps({"ours": issubclass(Trainer, ours), "stock": hasattr(transformers.trainer.Accelerator, "stock"),
+                  "outside": hasattr(accelerate.Accelerator, "stock")}))
+"""
+    assert answer(run(START + code)) == {"ours": True, "stock": False, "outside": True}
+
+
+IMPORTS = """
+import json, sys
+import torch
+import intel_extension_for_pytorch as ipex
+import oneccl_bindings_for_pytorch, torch_ccl
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+both = ipex.optimize(model, optimizer=optimizer, dtype=torch.float32, level="O1", inplace=False, weights_prepack=True)
+alone = ipex.optimize(model)
+try:
+    ipex.llm
+except AttributeError as error:
+    gone = str(error)
+try:
+    import intel_extension_for_pytorch.cpu.launch
+except Exception as error:
+    launch = str(error)
+torch.distributed.init_process_group("ccl", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+total = torch.ones(2); torch.distributed.all_reduce(total)
+print(json.dumps({"both": both[0] is model and both[1] is optimizer, "copy": alone is not model, "gone": gone, "launch": launch,
+                  "backend": torch.distributed.get_backend(), "sum": total.tolist()}))
+"""
+
+
+def test_imports_that_no_longer_exist_resolve() -> None:
+    done = run(START + "install()\n" + IMPORTS)
+    found = answer(done)
+    assert found["both"]
+    assert found["copy"]
+    assert "docs/coming-from-ipex.md" in found["gone"]
+    assert "stoker launch" in found["launch"]
+    assert (found["backend"], found["sum"]) == ("ccl", [1.0, 1.0])
+    said = [line for line in done.stderr.splitlines() if line.startswith("stoker: import")]
+    assert len(said) == 3
+    assert "gloo is used" in done.stderr
+
+
+def test_a_real_package_is_left_alone(tmp_path: Path) -> None:
+    for name in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "torch_ccl"):
+        (tmp_path / f"{name}.py").write_text("REAL = True\n")
+    code = (
+        "install()\n"
+        "import intel_extension_for_pytorch as a, oneccl_bindings_for_pytorch as b, torch_ccl as c\n"
+        "assert a.REAL and b.REAL and c.REAL\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    assert run(START + code, env={"PYTHONPATH": path}).stderr == ""
+
+
+def test_only_rank_0_speaks() -> None:
+    done = run(START + "install(first=False)\nimport intel_extension_for_pytorch")
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("package", "version"), [("transformers", "4.30.2"), ("transformers", "6.0.0"), ("accelerate", "0.34.2")]
+)
+def test_a_version_that_does_not_fit_is_refused(package: str, version: str) -> None:
+    with pytest.raises(UserError, match="--no-compat") as caught:
+        check_version(package, version)
+    assert f"{package} {version}" in str(caught.value)
+
+
+def test_the_installed_versions_fit() -> None:
+    for package in SUPPORTED:
+        check_version(package)
+
+
+def test_a_class_of_another_shape_is_refused_and_not_half_patched() -> None:
+    code = """
+install()
+import stoker.hf.compat as compat
+compat._EXPECTED["TrainingArguments"] += ("no_such_method",)
+from stoker.errors import UserError
+try:
+    import transformers.training_args
+except UserError as error:
+    import json; print(json.dumps({"said": str(error)}))
+"""
+    assert "no_such_method" in answer(run(START + code))["said"]

@@ -1,0 +1,37 @@
+"""Failures that Stoker has an answer to get one line after the traceback; others get none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from stoker.launch.hints import hints
+
+
+def test_an_unreachable_hub_points_to_local_files_and_own_metrics() -> None:
+    error = OSError("We couldn't connect to 'https://huggingface.co' to load the files")
+    assert "cannot be reached" in hints(error, [])[0]
+    outer = RuntimeError("loading failed")
+    outer.__cause__ = ConnectionError("refused")
+    assert "stoker train qa" in hints(outer, [])[0]
+
+
+def test_a_missing_evaluate_is_answered() -> None:
+    assert "pip install evaluate" in hints(ModuleNotFoundError("no", name="evaluate"), [])[0]
+
+
+@pytest.mark.parametrize("name", ["train-v1.1.json", "train-v1.1.json.gz"])
+def test_nested_squad_is_recognised(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    text = json.dumps({"version": "1.1", "data": [{"title": "T", "paragraphs": []}]}).encode()
+    path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    assert "official nested form" in hints(KeyError("question"), ["--train_file", str(path)])[0]
+
+
+def test_other_failures_get_no_line(tmp_path: Path) -> None:
+    flat = tmp_path / "flat.json"
+    flat.write_text(json.dumps({"data": [{"question": "?"}]}))
+    assert hints(ValueError("x"), [str(flat), "missing.json", "--x"]) == []
