@@ -1,0 +1,21 @@
+// Element-wise reduction of the same stretch of memory of several ranks, always in rank order, so that the result does not
+// depend on who computes it. 16-bit floats are widened, reduced in fp32 and rounded once.
+#pragma once
+
+#include <cstdint>
+
+namespace stoker::comm {
+
+// The numbers Python passes; see comm/engine.py.
+enum Type : int { kF32, kF64, kBF16, kF16, kI8, kU8, kI16, kI32, kI64, kBool, kTypes };
+enum Op : int { kSum, kAvg, kProduct, kMin, kMax, kAnd, kOr, kXor, kOps };
+
+int size_of(int type);                 // in bytes; 0 for a type that does not exist
+bool reducible(int type, int op);      // whether the pair makes sense
+const char* type_name(int type);
+const char* op_name(int op);
+
+// out[i] = op over sources[0..ranks)[i]; `twin`, if given, gets the same. `out` may be one of the sources.
+void reduce(int type, int op, const void* const* sources, int ranks, void* out, void* twin, std::int64_t count);
+
+}  // namespace stoker::comm

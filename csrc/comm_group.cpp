@@ -1,0 +1,212 @@
+// Waiting, failing and naming: everything of a group but the collectives themselves.
+#include "comm/group.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstdio>
+#include <cstring>
+
+#include "comm/reduce.h"
+
+namespace stoker::comm {
+namespace {
+
+constexpr int kLongestSpin = 2048;  // pauses: 30 to 60 us, about what another core needs for a piece
+constexpr int kShortestSpin = 16;
+constexpr const char* kKinds[] = {"allreduce", "reduce",  "reduce_scatter", "allgather", "broadcast",
+                                  "gather",    "scatter", "alltoall",       "barrier"};
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value, const timespec* timeout) {
+  return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(word), operation, value, timeout, nullptr, 0);
+}
+
+bool reached(std::uint32_t value, std::uint32_t target) { return static_cast<std::int32_t>(value - target) >= 0; }
+
+int usable_cores() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+}  // namespace
+
+Group::Group(Segment segment, int rank)
+    : segment_(std::move(segment)), rank_(rank), ranks_(static_cast<int>(segment_.header().ranks)),
+      slot_bytes_(static_cast<std::int64_t>(segment_.header().slot_bytes)), checked_(ranks_, 0), watched_(ranks_, -1),
+      waited_for_(ranks_, 0.0), spin_(kLongestSpin), timeout_(std::chrono::minutes(30)) {
+  if (rank < 0 || rank >= ranks_) throw Error(kArgument, "rank " + std::to_string(rank) + " is not in the segment");
+  // Ranks pinned to one core each see one usable core: then every rank has its own, and spinning is right.
+  const int cores = usable_cores();
+  spin_useful_ = cores == 1 ? sysconf(_SC_NPROCESSORS_ONLN) >= ranks_ : cores >= ranks_;
+  for (int i = 0; i < ranks_; ++i) names_.push_back(i);
+  RankBlock& block = mine();
+  block.pid = getpid();
+  block.started = process_start(getpid());
+  std::uint32_t absent = 0;
+  if (!block.state.compare_exchange_strong(absent, 1))
+    throw Error(kArgument, "rank " + std::to_string(rank) + " is attached already");
+}
+
+Group::~Group() { mine().state = 2; }
+
+bool Group::complete() const {
+  for (int rank = 0; rank < ranks_; ++rank)
+    if (segment_.block(rank).state.load() == 0) return false;
+  return true;
+}
+
+void Group::set_timeout(double seconds) {
+  timeout_ = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e8)));
+}
+
+std::string Group::name(int rank) const { return "rank " + std::to_string(names_[rank]); }
+
+std::string Group::describe(const Signature& signature) const {
+  std::string text = kKinds[signature.kind];
+  if (signature.kind == kBarrier) return text;
+  if (signature.op >= 0) text += std::string(" ") + op_name(signature.op);
+  if (signature.count >= 0) text += " of " + std::to_string(signature.count) + " " + type_name(signature.dtype);
+  if (signature.root >= 0) text += " with root " + name(signature.root);
+  return text;
+}
+
+void Group::give_up(int code, const std::string& why) {
+  Header& header = segment_.header();
+  std::uint32_t none = 0;
+  if (header.failed.compare_exchange_strong(none, static_cast<std::uint32_t>(rank_) + 1)) {
+    std::snprintf(header.failure, sizeof(header.failure), "%s", why.c_str());
+    header.failure_written = 1;
+  }
+  throw Error(code, why);
+}
+
+void Group::abort(const std::string& why) {
+  try {
+    give_up(kAborted, why);
+  } catch (const Error&) {
+  }
+}
+
+void Group::begin(int kind, int type, int op, int root, std::int64_t count) {
+  Header& header = segment_.header();
+  if (header.failed.load(std::memory_order_relaxed))
+    throw Error(kAborted, "the group has failed before: " + std::string(header.failure_written ? header.failure : "unknown"));
+  now_ = Signature{++sequence_, kind, type, op, root, count};
+  mine().signatures[sequence_ % kRing] = now_;
+  mine().sequence.store(sequence_, std::memory_order_release);
+  std::fill(checked_.begin(), checked_.end(), 0);
+  checked_[rank_] = 1;
+}
+
+void Group::publish(Counter& counter, std::uint32_t value) {
+  counter.value.store(value, std::memory_order_seq_cst);
+  if (counter.sleepers.load(std::memory_order_seq_cst)) futex(&counter.value, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+void Group::claim(std::uint32_t piece) {
+  // Whoever has taken piece - kSlots will not look at this slot again.
+  for (int rank = 0; rank < ranks_; ++rank) await(rank, segment_.block(rank).taken, piece - kSlots + 1);
+}
+
+void Group::await_copied(int rank, std::uint32_t piece) {
+  await(rank, segment_.block(rank).copied, piece + 1);
+  if (!checked_[rank]) check_signature(rank);
+}
+
+void Group::await(int rank, Counter& counter, std::uint32_t target) {
+  if (reached(counter.value.load(std::memory_order_acquire), target)) return;
+  const auto start = Clock::now();
+  bool seen = false;
+  for (int i = spin_useful_ ? spin_ : 0; i > 0 && !seen; --i) {
+    pause();
+    seen = reached(counter.value.load(std::memory_order_acquire), target);
+  }
+  // A spin in vain means that the other rank has no core now: spin less, and let it have this one.
+  spin_ = seen ? std::min(spin_ * 2, kLongestSpin) : std::max(spin_ / 2, kShortestSpin);
+  if (!seen) sleep_for(rank, counter, target);
+  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  waited_ += seconds;
+  waited_for_[rank] += seconds;
+}
+
+void Group::sleep_for(int rank, Counter& counter, std::uint32_t target) {
+  const auto start = Clock::now();
+  long slice_us = 2000;
+  for (;;) {
+    counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const std::uint32_t value = counter.value.load(std::memory_order_seq_cst);
+    long outcome = 0;
+    if (!reached(value, target)) {
+      const timespec slice{slice_us / 1000000, slice_us % 1000000 * 1000};
+      outcome = futex(&counter.value, FUTEX_WAIT, value, &slice);
+    }
+    counter.sleepers.fetch_sub(1, std::memory_order_relaxed);
+    if (reached(counter.value.load(std::memory_order_acquire), target)) return;
+    if (outcome) {
+      check_others(rank, start);
+      slice_us = std::min(slice_us * 2, 50000L);  // a rank's death is noticed within 50 ms
+    }
+  }
+}
+
+void Group::check_others(int rank, Clock::time_point since) {
+  Header& header = segment_.header();
+  if (header.failed.load() && header.failure_written.load())
+    throw Error(kAborted, name(static_cast<int>(header.failed.load()) - 1) + " gave up: " + header.failure);
+  const std::string here = describe(now_) + " (operation " + std::to_string(sequence_) + ")";
+  for (int other = 0; other < ranks_; ++other) {
+    RankBlock& block = segment_.block(other);
+    if (block.state.load() == 0) continue;
+    const std::uint64_t started = block.started.load();
+    // Its process may be invisible from here (another pid namespace); then only the timeout tells.
+    if (watched_[other] < 0) watched_[other] = started && process_start(block.pid) == started;
+    const bool gone = watched_[other] && process_start(block.pid) != started;
+    if (block.state.load() == 2 && other == rank)
+      give_up(kDead, name(other) + " has left the group while " + name(rank_) + " waits for it in " + here);
+    if (gone && block.state.load() == 1)
+      give_up(kDead, name(other) + " (pid " + std::to_string(block.pid) + ") has died; " + name(rank_) + " was in " + here);
+  }
+  if (!checked_[rank] && segment_.block(rank).sequence.load(std::memory_order_acquire) == sequence_) check_signature(rank);
+  if (Clock::now() - since < timeout_) return;
+  std::string missing;
+  for (int other = 0; other < ranks_; ++other) {
+    const RankBlock& block = segment_.block(other);
+    const std::uint64_t at = block.sequence.load(std::memory_order_acquire);
+    if (other != rank && at >= sequence_) continue;
+    missing += (missing.empty() ? "" : ", ") + name(other);
+    if (at == 0)
+      missing += " (has not started any operation)";
+    else
+      missing += " (pid " + std::to_string(block.pid) + ", " + (at < sequence_ ? "last" : "now") + " in operation " +
+                 std::to_string(at) + ", " + describe(block.signatures[at % kRing]) + ")";
+  }
+  const double seconds = std::chrono::duration<double>(timeout_).count();
+  char waited[32];
+  std::snprintf(waited, sizeof(waited), "%.3g", seconds);
+  give_up(kTimeout, name(rank_) + " waited " + waited + " s in " + here + " for " + missing);
+}
+
+void Group::check_signature(int rank) {
+  const Signature& theirs = segment_.block(rank).signatures[sequence_ % kRing];
+  checked_[rank] = 1;
+  if (theirs.sequence == now_.sequence && theirs.kind == now_.kind && theirs.dtype == now_.dtype && theirs.op == now_.op &&
+      theirs.root == now_.root && theirs.count == now_.count)
+    return;
+  give_up(kDisagree, "the ranks disagree on operation " + std::to_string(sequence_) + ": " + name(rank_) + " is in " +
+                         describe(now_) + ", " + name(rank) + " in " +
+                         (theirs.sequence == now_.sequence ? describe(theirs) : std::string("another one")));
+}
+
+}  // namespace stoker::comm

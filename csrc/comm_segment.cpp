@@ -1,0 +1,170 @@
+#include "comm/segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <new>
+
+namespace stoker::comm {
+namespace {
+
+std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
+
+std::size_t blocks_offset() { return round_up(sizeof(Header), 4096); }
+
+std::size_t slots_offset(int ranks) { return round_up(blocks_offset() + sizeof(RankBlock) * ranks, 4096); }
+
+[[noreturn]] void fail(const std::string& what, int error) {
+  throw Error(kSystem, what + ": " + std::strerror(error));
+}
+
+std::uint64_t random_bits() {
+  std::uint64_t bits = 0;
+  if (getrandom(&bits, sizeof(bits), 0) != sizeof(bits)) fail("getrandom", errno);
+  return bits;
+}
+
+std::string hex(std::uint64_t value) {
+  char text[17];
+  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(value));
+  return text;
+}
+
+}  // namespace
+
+std::uint64_t process_start(std::int64_t pid) {
+  char path[64], text[1024];
+  std::snprintf(path, sizeof(path), "/proc/%lld/stat", static_cast<long long>(pid));
+  const int file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return 0;
+  const ssize_t got = read(file, text, sizeof(text) - 1);
+  close(file);
+  if (got <= 0) return 0;
+  text[got] = 0;
+  const char* after = std::strrchr(text, ')');  // the name before it may hold anything, even spaces and brackets
+  if (!after || !after[1] || !after[2]) return 0;
+  const char state = after[2];
+  if (state == 'Z' || state == 'X') return 0;
+  const char* at = after + 2;  // field 3; the start time is field 22
+  for (int field = 3; field < 22; ++field) {
+    at = std::strchr(at, ' ');
+    if (!at) return 0;
+    ++at;
+  }
+  return std::strtoull(at, nullptr, 10);
+}
+
+Segment Segment::create(int ranks, std::int64_t slot_bytes, bool named) {
+  Segment segment;
+  const std::uint64_t nonce = random_bits();
+  if (named) {
+    segment.name_ = "/stoker-" + hex(random_bits()) + hex(random_bits());
+    segment.descriptor_ = shm_open(segment.name_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (segment.descriptor_ < 0) {
+      const int error = errno;
+      segment.name_.clear();
+      fail("cannot create shared memory in /dev/shm", error);
+    }
+    segment.address_ = "shm:" + segment.name_ + ":" + hex(nonce);
+  } else {
+    segment.descriptor_ = memfd_create("stoker", MFD_CLOEXEC);
+    if (segment.descriptor_ < 0) fail("memfd_create", errno);
+    segment.address_ = "memfd:" + std::to_string(getpid()) + ":" + std::to_string(segment.descriptor_) + ":" + hex(nonce);
+  }
+  const std::size_t bytes = slots_offset(ranks) + static_cast<std::size_t>(slot_bytes) * kSlots * ranks;
+  if (ftruncate(segment.descriptor_, static_cast<off_t>(bytes))) fail("cannot size shared memory", errno);
+  // Reserved now: a full /dev/shm is an error here and would be SIGBUS later.
+  if (const int error = posix_fallocate(segment.descriptor_, 0, static_cast<off_t>(bytes)))
+    fail("cannot reserve " + std::to_string(bytes >> 10) + " KB of shared memory", error);
+  segment.map(segment.descriptor_, bytes);
+  Header& header = *new (segment.base_) Header{};
+  header.ranks = static_cast<std::uint32_t>(ranks);
+  header.slots = kSlots;
+  header.slot_bytes = static_cast<std::uint64_t>(slot_bytes);
+  header.bytes = bytes;
+  header.nonce = nonce;
+  for (int rank = 0; rank < ranks; ++rank) new (&segment.block(rank)) RankBlock{};
+  std::atomic_thread_fence(std::memory_order_release);
+  header.magic = kMagic;
+  return segment;
+}
+
+Segment Segment::attach(const std::string& address) {
+  Segment segment;
+  segment.address_ = address;
+  const std::size_t last = address.rfind(':');
+  const std::size_t kind = address.find(':');
+  if (last == std::string::npos || kind == last) throw Error(kArgument, "not a segment's address: " + address);
+  const std::string middle = address.substr(kind + 1, last - kind - 1);
+  int descriptor = -1;
+  if (address.compare(0, kind, "shm") == 0) {
+    descriptor = shm_open(middle.c_str(), O_RDWR | O_CLOEXEC, 0);
+  } else {
+    const std::size_t colon = middle.find(':');
+    if (colon == std::string::npos) throw Error(kArgument, "not a segment's address: " + address);
+    const std::string path = "/proc/" + middle.substr(0, colon) + "/fd/" + middle.substr(colon + 1);
+    descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  }
+  if (descriptor < 0) fail("cannot open the shared memory of the first rank", errno);
+  struct stat status {};
+  if (fstat(descriptor, &status) || static_cast<std::size_t>(status.st_size) < sizeof(Header)) {
+    close(descriptor);
+    throw Error(kSystem, "the shared memory of the first rank is not a segment");
+  }
+  try {
+    segment.map(descriptor, static_cast<std::size_t>(status.st_size));
+  } catch (...) {
+    close(descriptor);
+    throw;
+  }
+  close(descriptor);
+  const Header& header = segment.header();
+  // The nonce tells it from the file of another process that bears the same number in another pid namespace.
+  if (header.magic != kMagic || hex(header.nonce) != address.substr(last + 1) || header.bytes != segment.bytes_)
+    throw Error(kSystem, "the shared memory of the first rank is not the segment that was announced");
+  return segment;
+}
+
+Segment::Segment(Segment&& other) noexcept
+    : base_(other.base_), bytes_(other.bytes_), descriptor_(other.descriptor_), address_(other.address_), name_(other.name_) {
+  other.base_ = nullptr;
+  other.descriptor_ = -1;
+  other.name_.clear();
+}
+
+Segment::~Segment() {
+  seal();
+  if (base_) munmap(base_, bytes_);
+}
+
+void Segment::map(int descriptor, std::size_t bytes) {
+  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor, 0);
+  if (base == MAP_FAILED) fail("cannot map shared memory", errno);
+  base_ = base;
+  bytes_ = bytes;
+}
+
+void Segment::seal() {
+  if (!name_.empty()) shm_unlink(name_.c_str());
+  name_.clear();
+  if (descriptor_ >= 0) close(descriptor_);
+  descriptor_ = -1;
+}
+
+RankBlock& Segment::block(int rank) const {
+  return *reinterpret_cast<RankBlock*>(static_cast<char*>(base_) + blocks_offset() + sizeof(RankBlock) * rank);
+}
+
+char* Segment::slot(int rank, std::uint32_t piece) const {
+  const Header& head = header();
+  const std::size_t index = static_cast<std::size_t>(rank) * kSlots + piece % kSlots;
+  return static_cast<char*>(base_) + slots_offset(static_cast<int>(head.ranks)) + index * head.slot_bytes;
+}
+
+}  // namespace stoker::comm

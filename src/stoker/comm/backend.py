@@ -1,0 +1,64 @@
+"""Creates a process group of the backend "ccl": the compiled one where it can be had, else the one in Python, said once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from stoker.comm.engine import SharedMemory
+from stoker.comm.paths import Paths, open_paths
+
+__all__ = ["create", "open_channel"]
+
+_CHANNEL_PIECE = 64 << 10  # bytes per slot of a point-to-point channel; there may be many of them
+_said: set[str] = set()
+
+
+def create(options: Any) -> Any:
+    """Called by torch.distributed for every group, on all its ranks, with torch's _DistributedBackendOptions."""
+    asked = os.environ.get("STOKER_CCL_BACKEND", "auto")
+    if asked not in {"auto", "compiled", "python"}:
+        raise ValueError(f"STOKER_CCL_BACKEND={asked!r} is not a backend; choose auto, compiled or python")
+    module = None if asked == "python" else _compiled(must=asked == "compiled")
+    rank, size = options.group_rank, options.group_size
+    names = tuple(options.global_ranks_in_group) or tuple(range(size))
+    paths = open_paths(options.store, rank, size, names, options.timeout)
+    if module is None:
+        from stoker.comm.python_group import PythonGroup
+
+        return PythonGroup(paths)
+    return module.create(
+        rank=rank,
+        size=size,
+        local=paths.local.release() if paths.local else 0,
+        here=list(paths.here),
+        hosts=len(paths.hosts),
+        leaders=paths.leaders,
+        flat=paths.flat,
+        timeout=paths.timeout.total_seconds(),
+        opener=lambda source, target, tag: open_channel(paths, source, target, tag).release(),
+    )
+
+
+def open_channel(paths: Paths, source: int, target: int, tag: int) -> SharedMemory:
+    """The one-way channel from `source` to `target` for messages of `tag`; both ranks call it, in any order."""
+    store = dist.PrefixStore(f"channel/{source}/{target}/{tag}", paths.store)
+    names = [paths.names[source], paths.names[target]]
+    return SharedMemory.open(store, int(paths.rank == target), 2, names, paths.timeout, _CHANNEL_PIECE)
+
+
+def _compiled(must: bool) -> Any:
+    from stoker.comm.compiled import CompiledUnavailable, load
+
+    try:
+        return load()
+    except CompiledUnavailable as error:
+        if must:
+            raise
+        if not _said:
+            _said.add(str(error))
+            print(f"stoker ccl: the backend runs in Python, a little slower: {error}", file=sys.stderr, flush=True)
+        return None

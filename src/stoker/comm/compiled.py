@@ -1,0 +1,116 @@
+"""Compiles the c10d backend (torch_backend/backend.cpp) against the torch that is installed, once, and loads it.
+
+c10d is outside torch's stable interface, so the result is kept per torch, Python and source, in the user's cache: another
+torch finds no match and compiles anew. Nothing here raises for want of a compiler; the caller then serves in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker.comm.engine import library
+from stoker.machine.cache_directory import cache_directory
+
+__all__ = ["CompiledUnavailable", "build", "load"]
+
+SOURCE = Path(__file__).parent / "torch_backend" / "backend.cpp"
+_NAME = "stoker_ccl"
+_FUNCTIONS = (
+    "error", "timeout", "abort", "destroy", "waited", "allreduce", "reduce_scatter", "allgather", "broadcast", "gather", "scatter",
+    "alltoall", "barrier",
+)  # fmt: skip
+
+
+class CompiledUnavailable(RuntimeError):
+    """There is no compiled backend and none can be made; the message says why."""
+
+
+def _key() -> str:
+    parts = (torch.__version__, sys.implementation.cache_tag, SOURCE.read_text(), str(torch.compiled_with_cxx11_abi()))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _command(compiler: str, target: Path) -> list[str]:
+    root = Path(torch.__file__).parent
+    includes = [
+        root / "include",
+        root / "include" / "torch" / "csrc" / "api" / "include",
+        sysconfig.get_paths()["include"],
+    ]
+    return [
+        compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w",
+        f"-DTORCH_EXTENSION_NAME={_NAME}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-DUSE_C10D_GLOO",
+        *(f"-I{path}" for path in includes), str(SOURCE), "-o", str(target),
+        f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python",
+    ]  # fmt: skip
+
+
+def build() -> Path:
+    """The library for this torch, compiled if it is not there yet. One process per host compiles, the others wait."""
+    directory = cache_directory()
+    if directory is None:
+        raise CompiledUnavailable("there is no cache directory; set STOKER_CACHE_DIR")
+    target = directory / f"{_NAME}-{_key()}.so"
+    if target.is_file():
+        return target
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise CompiledUnavailable("there is no C++ compiler (g++, c++, clang++ or $CXX)")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / f"{target.name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_file():
+                _compile(compiler, target)
+    except OSError as error:
+        raise CompiledUnavailable(f"{directory} cannot be written: {error.strerror}") from error
+    return target
+
+
+def _compile(compiler: str, target: Path) -> None:
+    print(
+        f"stoker ccl: compiling the backend for torch {torch.__version__} (once, about a minute)",
+        file=sys.stderr,
+        flush=True,
+    )
+    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        result = subprocess.run(_command(compiler, temporary), capture_output=True, text=True, check=False)
+        if result.returncode:
+            reason = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
+            raise CompiledUnavailable(f"{compiler} failed: {reason}")
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@functools.cache
+def load() -> Any:
+    """The compiled module, bound to the engine."""
+    path = build()
+    try:
+        spec = importlib.util.spec_from_file_location(_NAME, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        path.unlink(missing_ok=True)  # it was made by a torch that called itself the same: make it anew next time
+        raise CompiledUnavailable(f"{path.name} does not load: {error}") from error
+    lib = library()
+    table = {name: ctypes.cast(getattr(lib, f"stoker_comm_{name}"), ctypes.c_void_p).value for name in _FUNCTIONS}
+    module.bind_engine(table)
+    return module

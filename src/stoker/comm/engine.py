@@ -1,0 +1,206 @@
+"""The shared-memory engine from Python: a group of ranks on one host, and the C functions of its collectives.
+
+The ranks find each other through a c10d store; after that no byte leaves the segment. Arguments are addresses and sizes,
+tensors are the business of the callers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stoker.kernels import native
+
+__all__ = ["DTYPES", "OPS", "CollectiveError", "SharedMemory", "SharedMemoryUnavailable", "library", "slot_bytes"]
+
+ABI = 1  # stoker_comm_abi() of the library these bindings were written for
+
+DTYPES: dict[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.int16: 6,
+    torch.int32: 7,
+    torch.int64: 8,
+    torch.bool: 9,
+}
+"""csrc/comm/reduce.h, enum Type."""
+
+OPS: dict[str, int] = {"SUM": 0, "AVG": 1, "PRODUCT": 2, "MIN": 3, "MAX": 4, "BAND": 5, "BOR": 6, "BXOR": 7}
+"""csrc/comm/reduce.h, enum Op, by the names of torch.distributed.ReduceOp."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a rank is missing, has died, or called something else; the message names it."""
+
+
+class SharedMemoryUnavailable(RuntimeError):
+    """The ranks of this host cannot share memory; the message says why."""
+
+
+_SIGNATURES: dict[str, tuple[Any, str]] = {
+    "create": (ctypes.c_void_p, "iili"),
+    "attach": (ctypes.c_void_p, "si"),
+    "opening_error": (ctypes.c_char_p, ""),
+    "address": (ctypes.c_char_p, "p"),
+    "complete": (ctypes.c_int, "p"),
+    "seal": (None, "p"),
+    "destroy": (None, "p"),
+    "abort": (None, "ps"),
+    "error": (ctypes.c_char_p, "p"),
+    "timeout": (None, "pd"),
+    "names": (None, "pp"),
+    "waited": (ctypes.c_double, "pp"),
+    "allreduce": (ctypes.c_int, "ppliii"),
+    "reduce_scatter": (ctypes.c_int, "ppppii"),
+    "allgather": (ctypes.c_int, "pppp"),
+    "broadcast": (ctypes.c_int, "ppli"),
+    "gather": (ctypes.c_int, "pppli"),
+    "scatter": (ctypes.c_int, "pppli"),
+    "alltoall": (ctypes.c_int, "ppppp"),
+    "barrier": (ctypes.c_int, "p"),
+}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "d": ctypes.c_double, "s": ctypes.c_char_p}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The native library with the engine's functions declared."""
+    lib = native.library()
+    found = lib.stoker_comm_abi()
+    if found != ABI:
+        raise native.NativeLibraryError(
+            f"{lib._name} has comm interface {found}, this Stoker needs {ABI}; reinstall Stoker"
+        )
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, f"stoker_comm_{name}")
+        function.restype = result
+        function.argtypes = [_TYPES[code] for code in arguments]
+    return lib
+
+
+def slot_bytes(ranks: int) -> int:
+    """The size of a piece: small enough that the pieces of all ranks stay in the shared cache, large enough to hide a wait."""
+    return max(64 << 10, min(512 << 10, (1 << 20) // ranks // 4096 * 4096), (256 * ranks + 4095) // 4096 * 4096)
+
+
+class SharedMemory:
+    """This process's seat among the ranks of one host. One thread at a time may call its collectives."""
+
+    def __init__(self, handle: int, rank: int, ranks: int) -> None:
+        self.handle = handle
+        self.rank = rank
+        self.ranks = ranks
+
+    @classmethod
+    def open(
+        cls,
+        store: dist.Store,
+        rank: int,
+        ranks: int,
+        names: Sequence[int],
+        timeout: timedelta,
+        piece: int | None = None,
+    ) -> SharedMemory:
+        """Meets the other ranks through `store`, under keys of its own. All succeed, or all raise SharedMemoryUnavailable.
+
+        `names` are the ranks' numbers in the whole job, for errors to name them by.
+        """
+        reasons = []
+        for kind in _kinds():
+            try:
+                group = _meet(dist.PrefixStore(kind, store), rank, ranks, kind == "named", piece or slot_bytes(ranks))
+            except SharedMemoryUnavailable as error:
+                reasons.append(str(error))
+                continue
+            library().stoker_comm_names(group.handle, (ctypes.c_int64 * ranks)(*names))
+            library().stoker_comm_timeout(group.handle, timeout.total_seconds())
+            return group
+        raise SharedMemoryUnavailable("; ".join(reasons))
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Runs the collective `name` and raises CollectiveError with the engine's own words if it fails."""
+        if getattr(library(), f"stoker_comm_{name}")(self.handle, *arguments):
+            raise CollectiveError(f"ccl: {library().stoker_comm_error(self.handle).decode(errors='replace')}")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        library().stoker_comm_timeout(self.handle, timeout.total_seconds())
+
+    def waited(self) -> list[float]:
+        """Seconds this rank has waited so far, by the rank it waited for."""
+        seconds = (ctypes.c_double * self.ranks)()
+        library().stoker_comm_waited(self.handle, seconds)
+        return list(seconds)
+
+    def abort(self, why: str) -> None:
+        """Lets every rank that waits in this group raise, soon."""
+        if self.handle:
+            library().stoker_comm_abort(self.handle, why.encode())
+
+    def release(self) -> int:
+        """Hands the group over to C++, which destroys it when done."""
+        handle, self.handle = self.handle, 0
+        return handle
+
+    def close(self) -> None:
+        handle, self.handle = self.handle, 0
+        if handle:
+            library().stoker_comm_destroy(handle)
+
+
+def _kinds() -> tuple[str, ...]:
+    asked = os.environ.get("STOKER_CCL_SHM", "auto")
+    if asked not in {"auto", "memfd", "named"}:
+        raise ValueError(f"STOKER_CCL_SHM={asked!r} is not a kind of shared memory; choose auto, memfd or named")
+    return ("memfd", "named") if asked == "auto" else (asked,)
+
+
+def _read(store: Any, key: str) -> bytes:
+    """Polls: a store's blocking get would lock out every other thread of this process that uses the same store."""
+    deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.0005
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise CollectiveError(f"ccl: no answer under {key!r} within {store.timeout.total_seconds():.0f} s")
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.02)
+    return bytes(store.get(key))
+
+
+def _meet(store: Any, rank: int, ranks: int, named: bool, piece: int) -> SharedMemory:
+    lib = library()
+    handle, trouble = None, ""
+    if rank == 0:
+        handle = lib.stoker_comm_create(ranks, 0, piece, int(named))
+        trouble = "" if handle else lib.stoker_comm_opening_error().decode()
+        store.set("address", lib.stoker_comm_address(handle) if handle else f"none:{trouble}".encode())
+    else:
+        address = _read(store, "address")
+        if address.startswith(b"none:"):
+            raise SharedMemoryUnavailable(address[5:].decode())
+        handle = lib.stoker_comm_attach(address, rank)
+        trouble = "" if handle else lib.stoker_comm_opening_error().decode()
+        store.set(f"attached/{rank}", trouble or "ok")
+    if rank == 0 and handle:
+        found = [_read(store, f"attached/{other}").decode() for other in range(1, ranks)]
+        trouble = next((text for text in found if text != "ok"), "")
+        lib.stoker_comm_seal(handle)  # attached or not: from here on nobody needs the name
+        store.set("verdict", trouble or "ok")
+    elif rank != 0:
+        verdict = _read(store, "verdict").decode()
+        trouble = "" if verdict == "ok" else verdict
+    if trouble or not handle:
+        if handle:
+            lib.stoker_comm_destroy(handle)
+        raise SharedMemoryUnavailable(trouble)
+    return SharedMemory(handle, rank, ranks)

@@ -1,0 +1,75 @@
+"""Who is on the same host, and by which address the others reach this one.
+
+Interfaces are never chosen by name: names differ between hosts, and engines that compare them hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import torch.distributed as dist
+
+__all__ = ["address_towards", "exchange", "group_by_host", "host_identity", "own_address"]
+
+
+def host_identity() -> str:
+    """Equal for processes that can share memory. STOKER_CCL_HOST overrides it.
+
+    The boot id tells machines apart whose names are alike; the network namespace tells containers apart.
+    """
+    if asked := os.environ.get("STOKER_CCL_HOST"):
+        return asked
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
+
+
+def exchange(store: dist.Store, key: str, rank: int, size: int, value: str) -> list[str]:
+    """Every rank's `value`, in rank order."""
+    store.set(f"{key}/{rank}", value)
+    return [store.get(f"{key}/{other}").decode() for other in range(size)]
+
+
+def group_by_host(identities: list[str]) -> list[list[int]]:
+    """The ranks of each host, hosts in the order of their first rank."""
+    hosts: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        hosts.setdefault(identity, []).append(rank)
+    return list(hosts.values())
+
+
+def address_towards(target: str) -> str | None:
+    """The address of this host on the way to `target`; None if there is no way. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        family, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            found: str = probe.getsockname()[0]
+            return found
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def own_address(store: dist.Store, rank: int, size: int) -> str | None:
+    """The address under which the ranks of other hosts reach this one, found by routing towards them.
+
+    Routes towards MASTER_ADDR first; the host that is the master has only a loopback address on that way and routes
+    towards the first rank that has found a real one.
+    """
+    if asked := os.environ.get("STOKER_CCL_ADDRESS"):
+        return asked
+    towards_master = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")) or ""
+    found = exchange(store, "address", rank, size, towards_master)
+    if towards_master and not _is_loopback(towards_master):
+        return towards_master
+    real = next((address for address in found if address and not _is_loopback(address)), None)
+    return address_towards(real) if real else (towards_master or None)

@@ -1,0 +1,88 @@
+"""A lane runs the operations of one group one after the other, in the order they were given, off the caller's thread.
+
+An operation whose caller is going to wait anyway runs in the caller's own thread when the lane is empty: waking another
+thread costs more than a small collective.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Lane"]
+
+_c10d: Any = torch._C._distributed_c10d  # missing in torch's stubs
+_Job = tuple[Callable[[], None], Any, "torch.futures.Future[Any]"]
+
+
+class Lane:
+    """An ordered queue with at most one thread of its own, started when first needed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: deque[_Job] = deque()
+        self._change = threading.Condition()
+        self._busy = False
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, run: Callable[[], None], result: Any, *, inline: bool = False) -> Any:
+        """A c10d Work that completes with `result` when `run` has run."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        with self._change:
+            if self._closed:
+                raise RuntimeError(f"the {self._name} group has been destroyed")
+            inline = inline and not self._busy and not self._jobs
+            if inline:
+                self._busy = True
+            else:
+                self._jobs.append((run, result, future))
+                self._wake()
+        if inline:
+            try:
+                _perform(run, result, future)
+            finally:
+                with self._change:
+                    self._busy = False
+                    self._change.notify_all()
+        return _c10d._create_work_from_future(future)
+
+    def close(self) -> None:
+        """Lets what was given finish, then ends the thread."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=10)
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"stoker-{self._name}", daemon=True)
+            self._thread.start()
+        self._change.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: not self._busy and (self._jobs or self._closed))
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+                self._busy = True
+            _perform(*job)
+            with self._change:
+                self._busy = False
+                self._change.notify_all()
+
+
+def _perform(run: Callable[[], None], result: Any, future: torch.futures.Future[Any]) -> None:
+    try:
+        run()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

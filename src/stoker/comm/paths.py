@@ -1,0 +1,120 @@
+"""The ways between the ranks of a group: shared memory within a host, one leader per host on the wire, gloo for the rest.
+
+`open_paths` lets all ranks of a group agree on them; the process groups (backend.py, python_group.py) only travel them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from stoker.comm.engine import SharedMemory, SharedMemoryUnavailable
+from stoker.comm.hosts import exchange, group_by_host, host_identity, own_address
+
+__all__ = ["ENGINES", "Paths", "chosen_engine", "open_paths"]
+
+ENGINES = ("auto", "shm", "gloo")
+"""What STOKER_CCL_ENGINE may be: choose; own shared memory within hosts; gloo for everything."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """What one rank of a group needs to reach the others."""
+
+    rank: int
+    size: int
+    names: tuple[int, ...]
+    """The ranks' numbers in the whole job."""
+    hosts: tuple[tuple[int, ...], ...]
+    """The ranks of each host; the first of each leads it."""
+    timeout: timedelta
+    store: dist.Store
+    local: SharedMemory | None
+    """The ranks of this host; None if they cannot share memory, or must not."""
+    leaders: Any = None
+    """gloo between the leaders; on leaders only, and only with several hosts."""
+    flat: Any = None
+    """gloo between all ranks, for what shared memory does not cover."""
+    here: tuple[int, ...] = field(default=())
+    """The ranks of this host."""
+
+    @property
+    def one_host(self) -> bool:
+        return self.local is not None and len(self.hosts) == 1
+
+    @property
+    def hierarchical(self) -> bool:
+        return self.local is not None and len(self.hosts) > 1
+
+    def close(self) -> None:
+        if self.local is not None:
+            self.local.close()
+
+
+def chosen_engine() -> str:
+    asked = os.environ.get("STOKER_CCL_ENGINE", "auto")
+    if asked not in ENGINES:
+        raise ValueError(f"STOKER_CCL_ENGINE={asked!r} is not an engine; choose one of {', '.join(ENGINES)}")
+    return asked
+
+
+def open_paths(store: dist.Store, rank: int, size: int, names: tuple[int, ...], timeout: timedelta) -> Paths:
+    """Meets the other ranks through `store` and opens what is needed between them. Collective over the group."""
+    engine = chosen_engine()
+    hosts = tuple(tuple(ranks) for ranks in group_by_host(exchange(store, "host", rank, size, host_identity())))
+    engines = exchange(store, "engine", rank, size, engine)
+    if len(set(engines)) > 1:
+        raise ValueError(
+            f"STOKER_CCL_ENGINE differs between the ranks: {', '.join(sorted(set(engines)))}; set it alike on all"
+        )
+    here = next(ranks for ranks in hosts if rank in ranks)
+    local, reason = None, f"STOKER_CCL_ENGINE={engine}"
+    if engine != "gloo":
+        local, reason = _open_local(store, rank, here, names, timeout)
+    if len(set(exchange(store, "local", rank, size, "yes" if local else "no"))) > 1 and local:
+        local.close()
+        local, reason = None, "another host has none"
+    if local is not None and len(hosts) == 1:
+        return Paths(rank, size, names, hosts, timeout, store, local, here=here)
+    if local is None and rank == 0:
+        _say(f"no shared memory between the ranks of a host ({reason}); gloo carries everything")
+    elif rank == 0:
+        _say(f"{size} ranks on {len(hosts)} hosts: shared memory within a host, gloo between the leaders")
+    address = own_address(store, rank, size)
+    leaders = None
+    if local is not None and rank == here[0]:
+        place = [ranks[0] for ranks in hosts].index(rank)
+        leaders = _gloo(dist.PrefixStore("leaders", store), place, len(hosts), timeout, address)
+    flat = _gloo(dist.PrefixStore("flat", store), rank, size, timeout, address)
+    return Paths(rank, size, names, hosts, timeout, store, local, leaders, flat, here)
+
+
+def _open_local(
+    store: dist.Store, rank: int, here: tuple[int, ...], names: tuple[int, ...], timeout: timedelta
+) -> tuple[SharedMemory | None, str]:
+    try:
+        place = here.index(rank)
+        prefix = dist.PrefixStore(f"shm/{here[0]}", store)
+        return SharedMemory.open(prefix, place, len(here), [names[other] for other in here], timeout), ""
+    except SharedMemoryUnavailable as error:
+        return None, str(error)
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    if os.environ.get("GLOO_SOCKET_IFNAME") or not address:
+        options._devices = [gloo.create_default_device()]
+    else:
+        options._devices = [gloo.create_device(hostname=address)]
+    return gloo(store, rank, size, options)
+
+
+def _say(sentence: str) -> None:
+    print(f"stoker ccl: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,395 @@
+"""The process group in Python: torch.distributed's collectives over the C engine, by ctypes, with Future-backed Work.
+
+It serves where nothing can be compiled. What it knows of tensors ends at addresses and sizes: outputs that are not dense
+get a dense stand-in that is copied back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stoker.comm.backend import open_channel
+from stoker.comm.engine import DTYPES, OPS, SharedMemory
+from stoker.comm.lane import Lane
+from stoker.comm.paths import Paths
+
+__all__ = ["PythonGroup"]
+
+_WIRE_PIECE = 8 << 20  # bytes that go between hosts at a time, while the next are reduced within the host
+
+
+_c10d: Any = torch._C._distributed_c10d
+_ProcessGroup: Any = dist.ProcessGroup  # torch's stubs know other signatures than torch itself
+
+
+class PythonGroup(_ProcessGroup):  # type: ignore[misc]
+    """A c10d process group over the paths of this rank."""
+
+    def __init__(self, paths: Paths) -> None:
+        super().__init__(paths.rank, paths.size)
+        self.paths = paths
+        self._group_name = self._group_desc = ""
+        self._timeout = paths.timeout
+        self._lane = Lane("ccl")
+        self._channels: dict[tuple[int, int, int], tuple[Lane, list[SharedMemory]]] = {}
+        self._opening = threading.Lock()
+
+    # --- what c10d asks of every process group
+
+    def name(self) -> str:
+        return "ccl"
+
+    def getBackendName(self) -> str:
+        return "ccl"
+
+    def get_group_store(self) -> dist.Store:
+        return self.paths.store
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    @property
+    def group_desc(self) -> str:
+        return self._group_desc
+
+    def _set_group_desc(self, description: str) -> None:
+        self._group_desc = description
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def shutdown(self) -> None:
+        for lane, channel in [*self._channels.values(), (self._lane, [])]:
+            lane.close()
+            for memory in channel:
+                memory.close()
+        self._channels.clear()
+        self.paths.close()
+
+    def abort(self) -> None:
+        if self.paths.local is not None:
+            self.paths.local.abort(f"rank {self.paths.names[self.paths.rank]} aborted the group")
+        self.shutdown()
+
+    # --- collectives
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        opts = opts or dist.AllreduceOptions()
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        op = _op_name(opts.reduceOp)
+        if self._on_gloo(hierarchical=True):
+            return self.paths.flat.allreduce(tensors, opts)
+        dense = [_Dense(tensor) for tensor in tensors]
+
+        def run() -> None:
+            for item in dense:
+                if self.paths.hierarchical:
+                    self._hierarchical_allreduce(item.flat, op)
+                else:
+                    self._local("allreduce", item.address, item.count, _code(item.flat), _op_code(op), -1)
+                item.back()
+
+        return self._start(run, tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        opts = opts or dist.BroadcastOptions()
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if self._on_gloo(hierarchical=False):
+            return self.paths.flat.broadcast(tensors, opts)
+        item = _Dense(tensors[0])
+
+        def run() -> None:
+            self._local("broadcast", item.address, item.bytes, opts.rootRank)
+            item.back()
+
+        return self._start(run, tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        opts = opts or dist.ReduceOptions()
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if self._on_gloo():
+            return self.paths.flat.reduce(tensors, opts)
+        item, op = _Dense(tensors[0]), _op_name(opts.reduceOp)
+
+        def run() -> None:
+            self._local("allreduce", item.address, item.count, _code(item.flat), _op_code(op), opts.rootRank)
+            item.back()
+
+        return self._start(run, tensors, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or _c10d.AllgatherOptions()
+        if self._on_gloo():
+            return self.paths.flat.allgather(outputs, inputs, opts)
+        source, targets = _Dense(inputs[0]), [_Dense(tensor) for tensor in outputs[0]]
+
+        def run() -> None:
+            sizes = [target.bytes for target in targets]
+            self._local("allgather", source.address, _pointers(t.address for t in targets), _sizes(sizes))
+            for target in targets:
+                target.back()
+
+        return self._start(run, outputs, opts)
+
+    def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
+        opts = opts or _c10d.AllgatherOptions()
+        if self._on_gloo():
+            return self.paths.flat._allgather_base(output, source, opts)
+        return self.allgather([_parts(output, self.size())], [source.reshape(-1)], opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._last(self._allgather_base(o, i, opts) for o, i in zip(outputs, inputs, strict=True))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or dist.ReduceScatterOptions()
+        if self._on_gloo():
+            return self.paths.flat.reduce_scatter(outputs, inputs, opts)
+        target, sources, op = _Dense(outputs[0]), [_Dense(tensor) for tensor in inputs[0]], _op_name(opts.reduceOp)
+
+        def run() -> None:
+            counts = _sizes(source.count for source in sources)
+            addresses = _pointers(source.address for source in sources)
+            self._local("reduce_scatter", addresses, target.address, counts, _code(target.flat), _op_code(op))
+            target.back()
+
+        return self._start(run, outputs, opts)
+
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
+        opts = opts or dist.ReduceScatterOptions()
+        if self._on_gloo():
+            return self.paths.flat._reduce_scatter_base(output, source, opts)
+        return self.reduce_scatter([output.view(-1)], [_parts(source, self.size())], opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._last(self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs, strict=True))
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or dist.AllToAllOptions()
+        if self._on_gloo():
+            return self.paths.flat.alltoall(outputs, inputs, opts)
+        sources, targets = [_Dense(tensor) for tensor in inputs], [_Dense(tensor) for tensor in outputs]
+
+        def run() -> None:
+            self._local(
+                "alltoall",
+                _pointers(source.address for source in sources),
+                _sizes(source.bytes for source in sources),
+                _pointers(target.address for target in targets),
+                _sizes(target.bytes for target in targets),
+            )
+            for target in targets:
+                target.back()
+
+        return self._start(run, outputs, opts)
+
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Any:
+        if self._on_gloo():
+            return self.paths.flat.alltoall_base(
+                output, source, output_splits, input_splits, opts or dist.AllToAllOptions()
+            )
+        sizes = [list(splits) or [tensor.shape[0] // self.size()] * self.size() for splits, tensor in
+                 ((output_splits, output), (input_splits, source))]  # fmt: skip
+        return self.alltoall(list(output.split(sizes[0])), list(source.split(sizes[1])), opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or dist.GatherOptions()
+        if self._on_gloo():
+            return self.paths.flat.gather(outputs, inputs, opts)
+        source = _Dense(inputs[0])
+        targets = [_Dense(tensor) for tensor in outputs[0]] if opts.rootRank == self.rank() else []
+
+        def run() -> None:
+            pointers = _pointers(target.address for target in targets)
+            self._local("gather", source.address, pointers, source.bytes, opts.rootRank)
+            for target in targets:
+                target.back()
+
+        return self._start(run, outputs, opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or dist.ScatterOptions()
+        if self._on_gloo():
+            return self.paths.flat.scatter(outputs, inputs, opts)
+        target = _Dense(outputs[0])
+        sources = [_Dense(tensor) for tensor in inputs[0]] if opts.rootRank == self.rank() else []
+
+        def run() -> None:
+            pointers = _pointers(source.address for source in sources)
+            self._local("scatter", pointers, target.address, target.bytes, opts.rootRank)
+            target.back()
+
+        return self._start(run, outputs, opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        opts = opts or dist.BarrierOptions()
+        if self._on_gloo():
+            return self.paths.flat.barrier(opts)
+        return self._start(lambda: self._local("barrier"), [], opts)
+
+    # torch 2.13 calls some collectives by newer names
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    # --- point to point: a channel of two ranks per direction and tag, so that no message waits behind another
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
+        if to not in self.paths.here or self.paths.local is None:
+            return self.paths.flat.send(tensors, to, tag)
+        return self._message(self.rank(), to, tag, tensors)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        if source not in self.paths.here or self.paths.local is None:
+            return self.paths.flat.recv(tensors, source, tag)
+        return self._message(source, self.rank(), tag, tensors)
+
+    def _message(self, source: int, to: int, tag: int, tensors: list[Tensor]) -> Any:
+        item = _Dense(tensors[0])
+        with self._opening:
+            key = (source, to, tag)
+            lane, channel = self._channels.setdefault(key, (Lane(f"ccl-{source}-{to}"), []))
+
+        def run() -> None:
+            if not channel:
+                channel.append(open_channel(self.paths, source, to, tag))
+            channel[0].set_timeout(self._timeout)
+            channel[0].call("broadcast", item.address, item.bytes, 0)
+            if to == self.rank():
+                item.back()
+
+        return lane.submit(run, tensors)
+
+    # --- between hosts
+
+    def _hierarchical_allreduce(self, tensor: Tensor, op: str) -> None:
+        """Reduce within the host, between the leaders, and hand out; a piece is on the wire while the next is reduced."""
+        local, leaders = self.paths.local, self.paths.leaders
+        assert local is not None
+        inner = "SUM" if op == "AVG" else op
+        each = max(1, _WIRE_PIECE // tensor.element_size())
+        pieces = list(tensor.split(each)) if tensor.numel() else [tensor]
+        flying: list[tuple[Tensor, Any]] = []
+
+        def land() -> None:
+            piece, work = flying.pop(0)
+            if work is not None:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    local.abort(f"the way to another host failed: {error}")
+                    raise
+                if op == "AVG":
+                    piece /= self.size()
+            local.call("broadcast", piece.data_ptr(), piece.numel() * piece.element_size(), 0)
+
+        for piece in pieces:
+            local.call("allreduce", piece.data_ptr(), piece.numel(), _code(piece), _op_code(inner), 0)
+            work = None
+            if leaders is not None:
+                options = dist.AllreduceOptions()
+                options.reduceOp = getattr(dist.ReduceOp, inner)
+                work = leaders.allreduce([piece], options)
+            flying.append((piece, work))
+            if len(flying) > 1:
+                land()
+        while flying:
+            land()
+
+    # --- small things
+
+    def _on_gloo(self, *, hierarchical: bool = False) -> bool:
+        return not (self.paths.one_host or (hierarchical and self.paths.hierarchical))
+
+    def _local(self, name: str, *arguments: Any) -> None:
+        assert self.paths.local is not None
+        self.paths.local.call(name, *arguments)
+
+    def _start(self, run: Callable[[], None], result: Any, opts: Any) -> Any:
+        asked = opts.timeout
+        timeout = asked if isinstance(asked, timedelta) and asked > timedelta(0) else self._timeout
+
+        def timed() -> None:
+            assert self.paths.local is not None
+            self.paths.local.set_timeout(timeout)
+            run()
+
+        return self._lane.submit(timed, result, inline=not opts.asyncOp)
+
+    @staticmethod
+    def _last(works: Any) -> Any:
+        return list(works)[-1]  # a lane keeps the order: when the last is done, all are
+
+
+class _Dense:
+    """A tensor as contiguous memory; `back` copies a stand-in's contents to the tensor it stands for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            raise ValueError(f"ccl works on dense CPU tensors, not on one of {tensor.layout} on {tensor.device}")
+        self._tensor = tensor.detach()
+        self._dense = self._tensor.contiguous()
+        self.flat = self._dense.view(-1)
+        self.count = self.flat.numel()
+        self.bytes = self.count * self.flat.element_size()
+        self.address = self.flat.data_ptr()
+
+    def back(self) -> None:
+        if self._dense.data_ptr() != self._tensor.data_ptr() or not self._tensor.is_contiguous():
+            self._tensor.copy_(self._dense)
+
+
+def _parts(tensor: Tensor, count: int) -> list[Tensor]:
+    flat = tensor.view(-1)
+    if flat.numel() % count:
+        raise ValueError(f"a tensor of {flat.numel()} elements cannot be divided among {count} ranks")
+    return list(flat.split(flat.numel() // count)) if flat.numel() else [flat] * count
+
+
+def _code(tensor: Tensor) -> int:
+    if tensor.dtype not in DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ValueError(f"ccl cannot reduce {tensor.dtype}; it can reduce {known}")
+    return DTYPES[tensor.dtype]
+
+
+def _op_name(op: Any) -> str:
+    return str(getattr(op, "op", op)).rpartition(".")[2]
+
+
+def _op_code(name: str) -> int:
+    if name not in OPS:
+        raise ValueError(f"ccl does not know the reduction {name}; it knows {', '.join(OPS)}")
+    return OPS[name]
+
+
+def _pointers(addresses: Any) -> Any:
+    values: Sequence[int] = list(addresses)
+    return (ctypes.c_void_p * max(1, len(values)))(*values)
+
+
+def _sizes(values: Any) -> Any:
+    numbers = list(values)
+    return (ctypes.c_int64 * max(1, len(numbers)))(*numbers)

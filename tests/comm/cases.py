@@ -1,0 +1,355 @@
+"""What c10d promises of its collectives, one function per promise, run by every rank of a job on gloo and on ccl alike.
+
+Values are small whole numbers, which every type adds exactly: equality is asked for, not closeness.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "uint8", "int32", "int64"]
+SIZES = [0, 1, 7, 1000, 8193, 300_001]  # none, one, odd, small, one past a block, several pieces
+
+
+def values(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    return ((torch.arange(count) + rank) % 3 + 1).to(dtype)
+
+
+def expected(op: str, size: int, count: int, dtype: torch.dtype) -> Tensor:
+    stack = torch.stack([values(rank, count, torch.float64) for rank in range(size)])
+    result = {
+        "SUM": lambda: stack.sum(0),
+        "AVG": lambda: stack.sum(0) / size,
+        "MIN": lambda: stack.amin(0),
+        "MAX": lambda: stack.amax(0),
+        "PRODUCT": lambda: stack.prod(0),
+    }[op]()
+    return result.to(dtype)
+
+
+def allreduce(rank: int, size: int, op: str, dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    for count in SIZES:
+        x = values(rank, count, kind)
+        dist.all_reduce(x, getattr(dist.ReduceOp, op))
+        assert torch.equal(x, expected(op, size, count, kind)), (count, x, expected(op, size, count, kind))
+
+
+def allreduce_bool(rank: int, size: int) -> None:
+    for op, want in (("SUM", [True, True, False]), ("MAX", [True, True, False]), ("MIN", [True, False, False])):
+        x = torch.tensor([True, rank == 0, False])
+        dist.all_reduce(x, getattr(dist.ReduceOp, op))
+        assert x.tolist() == want, (op, x)
+
+
+def allreduce_bits(rank: int, size: int) -> None:
+    for op, want in (("BOR", 2**size - 1), ("BAND", 0), ("BXOR", 2**size - 1)):
+        x = torch.full((3,), 2**rank, dtype=torch.int32)
+        dist.all_reduce(x, getattr(dist.ReduceOp, op))
+        assert x.tolist() == [want] * 3, (op, x)
+
+
+def allreduce_of_transposed_memory(rank: int, size: int) -> None:
+    x = torch.arange(12.0).view(3, 4).t()
+    before = x.clone()
+    dist.all_reduce(x)
+    assert torch.equal(x, before * size)
+
+
+def allreduce_is_the_same_on_all_ranks(rank: int, size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for count in (1000, 200_003):
+            generator = torch.Generator().manual_seed(rank)
+            x = torch.randn(count, generator=generator).to(dtype)
+            dist.all_reduce(x)
+            everyone = [torch.empty_like(x) for _ in range(size)]
+            dist.all_gather(everyone, x)
+            assert all(torch.equal(other, x) for other in everyone)
+
+
+def low_precision_sums_round_once(rank: int, size: int) -> None:
+    # 256 + 1 is 256 in bf16: rounding after every rank would lose each of the ones.
+    x = torch.tensor([256.0 if rank == 0 else 1.0] * 70_000, dtype=torch.bfloat16)
+    dist.all_reduce(x)
+    assert x.float().unique().tolist() == [torch.tensor(256.0 + size - 1).bfloat16().item()]
+
+
+def nan_and_infinity_come_through(rank: int, size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for op in ("SUM", "MAX", "MIN"):
+            x = torch.tensor([float("nan") if rank == size - 1 else 1.0, 2.0], dtype=dtype)
+            dist.all_reduce(x, getattr(dist.ReduceOp, op))
+            assert x[0].isnan(), (dtype, op, x)
+            assert not x[1].isnan()
+        x = torch.tensor([float("inf") if rank == 0 else 1.0, 6e-8], dtype=dtype)
+        dist.all_reduce(x)
+        assert x[0].isinf()
+        assert x[1] > 0
+
+
+def allreduce_coalesced(rank: int, size: int) -> None:
+    tensors = [values(rank, count, torch.float32) for count in (3, 1000, 70_000)]
+    dist.all_reduce_coalesced(tensors)
+    for x in tensors:
+        assert torch.equal(x, expected("SUM", size, x.numel(), torch.float32))
+
+
+def broadcast(rank: int, size: int, dtype: str) -> None:
+    for root in range(size):
+        for count in SIZES:
+            x = values(rank, count, getattr(torch, dtype))
+            dist.broadcast(x, root)
+            assert torch.equal(x, values(root, count, x.dtype))
+
+
+def reduce(rank: int, size: int) -> None:
+    for root in range(size):
+        for count in SIZES:
+            x = values(rank, count, torch.float32)
+            dist.reduce(x, root)
+            if rank == root:
+                assert torch.equal(x, expected("SUM", size, count, torch.float32))
+
+
+def allgather(rank: int, size: int, dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    for count in SIZES:
+        out = [torch.empty(count, dtype=kind) for _ in range(size)]
+        dist.all_gather(out, values(rank, count, kind))
+        single = torch.empty(count * size, dtype=kind)
+        dist.all_gather_into_tensor(single, values(rank, count, kind))
+        for other in range(size):
+            assert torch.equal(out[other], values(other, count, kind))
+            assert torch.equal(single[other * count : (other + 1) * count], values(other, count, kind))
+
+
+def allgather_uneven(rank: int, size: int) -> None:
+    for base in (1, 50_000, 300_000):
+        out = [torch.empty(base * (other + 1)) for other in range(size)]
+        dist.all_gather(out, values(rank, base * (rank + 1), torch.float32))
+        for other in range(size):
+            assert torch.equal(out[other], values(other, base * (other + 1), torch.float32))
+
+
+def reduce_scatter(rank: int, size: int) -> None:
+    for count in SIZES:
+        parts = [values(rank + other, count, torch.float32) for other in range(size)]
+        want = torch.stack([values(other + rank, count, torch.float32) for other in range(size)]).sum(0)
+        out = torch.empty(count)
+        dist.reduce_scatter(out, parts)
+        assert torch.equal(out, want)
+        out = torch.empty(count)
+        dist.reduce_scatter_tensor(out, torch.cat(parts))
+        assert torch.equal(out, want)
+
+
+def alltoall(rank: int, size: int) -> None:
+    for count in (1, 1000, 200_000):
+        sent = [values(rank * size + other, count, torch.float32) for other in range(size)]
+        got = [torch.empty(count) for _ in range(size)]
+        dist.all_to_all(got, sent)
+        for other in range(size):
+            assert torch.equal(got[other], values(other * size + rank, count, torch.float32))
+
+
+def alltoall_single(rank: int, size: int) -> None:
+    count = 5
+    got = torch.empty(size * count)
+    dist.all_to_all_single(got, torch.cat([values(rank + other, count, torch.float32) for other in range(size)]))
+    assert torch.equal(got, torch.cat([values(other + rank, count, torch.float32) for other in range(size)]))
+    for scale in (1, 90_000):  # uneven: rank r sends (r + q) * scale rows to q
+        splits = [(rank + other) * scale for other in range(size)]
+        sent = torch.cat([values(rank + 2 * other, length, torch.float32) for other, length in enumerate(splits)])
+        got = torch.empty(sum(splits))
+        dist.all_to_all_single(got, sent, splits, splits)
+        want = [values(other + 2 * rank, length, torch.float32) for other, length in enumerate(splits)]
+        assert torch.equal(got, torch.cat(want))
+
+
+def gather(rank: int, size: int) -> None:
+    for root in range(size):
+        for count in SIZES[1:]:
+            out = [torch.empty(count) for _ in range(size)] if rank == root else None
+            dist.gather(values(rank, count, torch.float32), out, root)
+            for other, x in enumerate(out or []):
+                assert torch.equal(x, values(other, count, torch.float32))
+
+
+def scatter(rank: int, size: int) -> None:
+    for root in range(size):
+        for count in SIZES[1:]:
+            parts = [values(root + other, count, torch.float32) for other in range(size)] if rank == root else None
+            out = torch.empty(count)
+            dist.scatter(out, parts, root)
+            assert torch.equal(out, values(root + rank, count, torch.float32))
+
+
+def barrier(rank: int, size: int) -> None:
+    for _ in range(50):
+        dist.barrier()
+
+
+def send_and_receive(rank: int, size: int) -> None:
+    for count in (1, 1000, 400_000):
+        if rank == 0:
+            for other in range(1, size):
+                dist.send(values(other, count, torch.float32), other)
+        else:
+            x = torch.empty(count)
+            assert dist.recv(x, 0) == 0
+            assert torch.equal(x, values(rank, count, torch.float32))
+
+
+def exchange_in_a_ring(rank: int, size: int) -> None:
+    # Everybody sends before anybody receives: a backend that waits in send would hang.
+    right, left = (rank + 1) % size, (rank - 1) % size
+    sent, got = values(rank, 500_000, torch.float32), torch.empty(500_000)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, got, left)])
+    for work in works:
+        work.wait()
+    assert torch.equal(got, values(left, 500_000, torch.float32))
+
+
+def tags_keep_messages_apart(rank: int, size: int) -> None:
+    if rank == 0:
+        works = [dist.isend(torch.full((3,), float(tag)), 1, tag=tag) for tag in (1, 2)]
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        for tag in (2, 1):
+            x = torch.empty(3)
+            dist.recv(x, 0, tag=tag)
+            assert x.tolist() == [tag] * 3
+
+
+def objects(rank: int, size: int) -> None:
+    out: list[object] = [None] * size
+    dist.all_gather_object(out, {"rank": rank, "text": "x" * rank * 1000})
+    assert [item["rank"] for item in out] == list(range(size))  # type: ignore[index]
+    box = [rank] * 2
+    dist.broadcast_object_list(box, src=size - 1)
+    assert box == [size - 1] * 2
+
+
+def sub_groups(rank: int, size: int) -> None:
+    groups = [dist.new_group([a, b]) for a in range(size) for b in range(a + 1, size)]
+    pairs = [(a, b) for a in range(size) for b in range(a + 1, size)]
+    for group, pair in zip(groups, pairs, strict=True):
+        if rank in pair:
+            x = torch.full((100_000,), float(rank))
+            dist.all_reduce(x, group=group)
+            assert x.unique().tolist() == [float(sum(pair))]
+            y = torch.full((3,), float(rank))
+            dist.broadcast(y, pair[1], group=group)
+            assert y.tolist() == [float(pair[1])] * 3
+    dist.barrier()
+    for group, pair in zip(groups, pairs, strict=True):
+        if rank in pair:
+            dist.destroy_process_group(group)
+
+
+def async_work(rank: int, size: int) -> None:
+    tensors = [torch.full((50_000,), float(rank + i)) for i in range(8)]
+    works = [dist.all_reduce(x, async_op=True) for x in tensors]
+    for i, (x, work) in reversed(list(enumerate(zip(tensors, works, strict=True)))):
+        work.wait()
+        assert work.is_completed()
+        assert x[0].item() == sum(range(size)) + i * size
+
+
+def futures(rank: int, size: int) -> None:
+    x = torch.full((4,), float(rank))
+    work = dist.all_reduce(x, async_op=True)
+    called = threading.Event()
+
+    def note(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        called.set()
+        return future.value()[0] * 2
+
+    doubled = work.get_future().then(note).wait()
+    assert called.is_set()
+    assert doubled.tolist() == [2.0 * sum(range(size))] * 4
+
+
+def async_order_is_free_between_groups(rank: int, size: int) -> None:
+    # Rank 0 starts a collective in one group and then waits in another, the rest the other way round.
+    first, second = dist.new_group(), dist.new_group()
+    x, y = torch.ones(10), torch.ones(10)
+    if rank == 0:
+        work = dist.all_reduce(x, group=first, async_op=True)
+        dist.all_reduce(y, group=second)
+    else:
+        work = dist.all_reduce(y, group=second, async_op=True)
+        dist.all_reduce(x, group=first)
+    work.wait()
+    assert x.tolist() == y.tolist() == [float(size)] * 10
+
+
+def data_parallel(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 4))
+    torch.manual_seed(0)
+    alone = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 4))
+    parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)  # type: ignore[arg-type]
+    x = torch.randn(8 * size, 20, generator=torch.Generator().manual_seed(1))
+    mine = x[rank * 8 : (rank + 1) * 8]
+    for accumulate in (True, False):
+        if accumulate:
+            with parallel.no_sync():
+                parallel(mine).square().mean().backward()
+        else:
+            parallel(mine).square().mean().backward()
+        alone(x).square().mean().backward()
+    for got, want in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+
+
+def sharded_parallel(rank: int, size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    torch.manual_seed(0)
+    alone = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    x = torch.randn(4 * size, 16, generator=torch.Generator().manual_seed(1))
+    for net, batch in ((model, x[rank * 4 : (rank + 1) * 4]), (alone, x)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+    for got, want in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), want)  # type: ignore[attr-defined]
+
+
+def zero_optimizer(rank: int, size: int) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 50))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((4, 50), float(rank))).square().mean().backward()
+        optimizer.step()
+    weights = model.module.weight.detach().clone()
+    dist.broadcast(weights, 0)
+    assert torch.equal(weights, model.module.weight)
+
+
+def functional_collectives(rank: int, size: int) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    group = dist.group.WORLD
+    x = functional.all_reduce(torch.full((6,), float(rank + 1)), "sum", group)
+    assert x.tolist() == [float(sum(range(1, size + 1)))] * 6
+    y = functional.all_gather_tensor(torch.full((2,), float(rank)), 0, group)
+    assert y.tolist() == [float(other) for other in range(size) for _ in range(2)]
+    z = functional.reduce_scatter_tensor(torch.arange(float(size)), "sum", 0, group)
+    assert z.tolist() == [float(rank * size)]

@@ -1,0 +1,65 @@
+"""Every promise of c10d's collectives, kept alike by gloo and by ccl, with 2 and with 3 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from comm import cases
+from comm.ranks import Ranks
+
+JOBS = {
+    "gloo-2": ("gloo", 2, {}),
+    "ccl-2": ("ccl", 2, {"STOKER_CCL_BACKEND": "auto"}),
+    "python-3": ("ccl", 3, {"STOKER_CCL_BACKEND": "python", "STOKER_CCL_SHM": "named"}),
+}
+
+PLAIN = [
+    "allreduce_bool", "allreduce_bits", "allreduce_of_transposed_memory", "allreduce_is_the_same_on_all_ranks",
+    "low_precision_sums_round_once", "nan_and_infinity_come_through", "allreduce_coalesced", "reduce", "allgather_uneven",
+    "reduce_scatter", "alltoall", "alltoall_single", "gather", "scatter", "barrier", "send_and_receive",
+    "exchange_in_a_ring", "tags_keep_messages_apart", "objects", "sub_groups", "async_work", "futures",
+    "async_order_is_free_between_groups", "data_parallel", "sharded_parallel", "zero_optimizer", "functional_collectives",
+]  # fmt: skip
+
+NOT_GLOO = {
+    "allreduce_bool": "gloo does not reduce bool",
+    "low_precision_sums_round_once": "gloo rounds after every rank",
+    "nan_and_infinity_come_through": "gloo loses NaN in min and max",
+    "allgather_uneven": "gloo gathers equal sizes only",
+    "alltoall": "gloo has alltoall_single only",
+}
+NOT_PYTHON = {"functional_collectives": "torch finds compiled backends only"}
+
+
+@pytest.fixture(scope="module", params=JOBS)
+def job(request: pytest.FixtureRequest) -> Iterator[tuple[str, Ranks]]:
+    backend, size, environment = JOBS[request.param]
+    ranks = Ranks(backend, size, environment)
+    yield request.param, ranks
+    assert ranks.close() == [0] * size
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_promise_is_kept(job: tuple[str, Ranks], case: str) -> None:
+    name, ranks = job
+    if name.startswith("gloo") and case in NOT_GLOO:
+        pytest.skip(NOT_GLOO[case])
+    if name.startswith("python") and case in NOT_PYTHON:
+        pytest.skip(NOT_PYTHON[case])
+    ranks.run(case)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX", "PRODUCT"])
+def test_allreduce_reduces_every_type(job: tuple[str, Ranks], op: str, dtype: str) -> None:
+    if op == "AVG" and (job[0].startswith("gloo") or "int" in dtype):
+        pytest.skip("no mean of integers; gloo has no mean")
+    job[1].run("allreduce", op, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*cases.DTYPES, "bool"])
+def test_copies_carry_every_type(job: tuple[str, Ranks], dtype: str) -> None:
+    job[1].run("broadcast", dtype)
+    job[1].run("allgather", dtype)

@@ -1,0 +1,86 @@
+"""Whatever dies, is missing or disagrees: the others raise soon, name it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from comm.ranks import Ranks
+
+FAULTS = "comm.fault_cases"
+
+
+def left_behind() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("stoker*")}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    before = left_behind()
+    yield
+    assert left_behind() == before
+
+
+@pytest.fixture(params=["auto", "python"])
+def jobs(request: pytest.FixtureRequest) -> Iterator[list[Ranks]]:
+    started: list[Ranks] = []
+
+    class Start(list[Ranks]):
+        def __call__(self, size: int, **environment: str) -> Ranks:
+            started.append(Ranks("ccl", size, {"STOKER_CCL_BACKEND": request.param, **environment}))
+            return started[-1]
+
+    yield Start()
+    for job in started:
+        job.kill()
+
+
+def test_a_killed_rank_is_named_by_the_others(jobs) -> None:  # type: ignore[no-untyped-def]
+    job = jobs(3)
+    job.start("reduce_forever", module=FAULTS)
+    time.sleep(1.0)
+    os.kill(job.processes[1].pid, signal.SIGKILL)
+    for rank in (0, 2):
+        state, message = job.finish(rank, 20)
+        assert state == "ok"
+        assert re.search(r"rank 1 \(pid \d+\) has died", message), message
+
+
+def test_a_missing_rank_is_named_after_the_timeout(jobs) -> None:  # type: ignore[no-untyped-def]
+    job = jobs(2, TIMEOUT="1")
+    job.start("stay_away", 1, 3.0, module=FAULTS)
+    state, message = job.finish(0, 30)
+    assert state == "ok"
+    assert re.search(r"rank 0 waited 1 s in allreduce sum of 10 float32 .* for rank 1", message), message
+
+
+@pytest.mark.parametrize("how", ["size", "dtype", "operation", "root"])
+def test_ranks_that_disagree_are_told_so(jobs, how: str) -> None:  # type: ignore[no-untyped-def]
+    job = jobs(2, TIMEOUT="20")
+    job.start("disagree", how, module=FAULTS)
+    messages = [job.finish(rank, 30)[1] for rank in range(2)]
+    assert any("the ranks disagree on operation" in message for message in messages), messages
+    assert "no error" not in messages
+
+
+def test_two_jobs_do_not_meet(jobs) -> None:  # type: ignore[no-untyped-def]
+    first, second = jobs(2), jobs(2)
+    for job in (first, second):
+        job.start("allreduce_is_the_same_on_all_ranks")
+    for job in (first, second):
+        for rank in range(2):
+            assert job.finish(rank)[0] == "ok"
+
+
+def test_segments_have_no_name_once_all_are_attached(jobs) -> None:  # type: ignore[no-untyped-def]
+    for kind in ("memfd", "named"):
+        job = jobs(2, STOKER_CCL_SHM=kind)
+        names = job.run("segments", module=FAULTS)[0]
+        assert names
+        assert all("(deleted)" in name for name in names), names
+        assert left_behind() == set()

@@ -1,0 +1,98 @@
+"""The shared memory itself: how it is named, who may open it, and what happens where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from stoker.comm import engine
+
+
+def create(named: int) -> int:
+    handle: int = engine.library().stoker_comm_create(2, 0, 64 << 10, named)
+    assert handle, engine.library().stoker_comm_opening_error()
+    return handle
+
+
+def test_names_are_unguessable_and_private_to_the_user() -> None:
+    lib = engine.library()
+    handles = [create(1), create(1)]
+    try:
+        addresses = [lib.stoker_comm_address(handle).decode() for handle in handles]
+        names = [address.split(":")[1] for address in addresses]
+        assert names[0] != names[1]
+        for name in names:
+            assert len(name.removeprefix("/stoker-")) == 32
+            assert stat.S_IMODE(os.stat(f"/dev/shm{name}").st_mode) == 0o600
+        lib.stoker_comm_seal(handles[0])
+        assert not Path(f"/dev/shm{names[0]}").exists()
+    finally:
+        for handle in handles:
+            lib.stoker_comm_destroy(handle)
+    assert not any(Path(f"/dev/shm{name}").exists() for name in names)
+
+
+def test_a_stranger_s_segment_is_refused() -> None:
+    lib = engine.library()
+    handle = create(0)
+    try:
+        kind, pid, descriptor, nonce = lib.stoker_comm_address(handle).decode().split(":")
+        wrong = f"{kind}:{pid}:{descriptor}:{int(nonce, 16) ^ 1:016x}"
+        assert not lib.stoker_comm_attach(wrong.encode(), 1)
+        assert b"not the segment that was announced" in lib.stoker_comm_opening_error()
+        assert not lib.stoker_comm_attach(f"{kind}:{pid}:0:{nonce}".encode(), 1)
+        assert not lib.stoker_comm_attach(b"shm:/stoker-gone:00", 1)
+        assert b"No such file" in lib.stoker_comm_opening_error()
+    finally:
+        lib.stoker_comm_destroy(handle)
+
+
+def test_a_rank_attaches_once() -> None:
+    lib = engine.library()
+    handle = create(0)
+    try:
+        assert not lib.stoker_comm_attach(lib.stoker_comm_address(handle), 0)
+        assert b"attached already" in lib.stoker_comm_opening_error()
+    finally:
+        lib.stoker_comm_destroy(handle)
+
+
+def test_reductions_without_meaning_are_refused() -> None:
+    lib = engine.library()
+    handle = lib.stoker_comm_create(1, 0, 64 << 10, 0)
+    numbers = (ctypes.c_int64 * 2)(1, 2)
+    try:
+        assert lib.stoker_comm_allreduce(handle, numbers, 2, engine.DTYPES[engine.torch.int64], engine.OPS["AVG"], -1)
+        assert b"avg of int64 is not defined" in lib.stoker_comm_error(handle)
+    finally:
+        lib.stoker_comm_destroy(handle)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["auto", "named"])
+def test_a_full_dev_shm_is_no_obstacle(kind: str) -> None:
+    """memfd does not need it; where a name is forced, gloo takes over and says why."""
+    program = textwrap.dedent("""
+        import torch, torch.distributed as dist
+        from stoker.comm.registration import register
+        register()
+        dist.init_process_group("ccl", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        print("sum", x.tolist())
+    """)
+    script = f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {sys.executable} -"
+    result = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script],
+        input=program, env={**os.environ, "STOKER_CCL_SHM": kind, "STOKER_CCL_BACKEND": "python"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert "sum [1.0, 1.0, 1.0]" in result.stdout, result.stderr
+    assert ("No space left" in result.stderr) == (kind == "named"), result.stderr
