@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,12 @@ def reduce_forever(rank: int, size: int) -> str:
 
 def stay_away(rank: int, size: int, absent: int, seconds: float) -> str:
     """All but `absent` allreduce; the one comes too late."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
     if rank == absent:
         time.sleep(seconds)
         return ""
     try:
-        dist.all_reduce(torch.ones(10))
+        dist.all_reduce(torch.ones(10), group=group)
     except RuntimeError as error:
         return str(error)
     return "no error"

@@ -63,3 +63,13 @@ def test_allreduce_reduces_every_type(job: tuple[str, Ranks], op: str, dtype: st
 def test_copies_carry_every_type(job: tuple[str, Ranks], dtype: str) -> None:
     job[1].run("broadcast", dtype)
     job[1].run("allgather", dtype)
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16-feedback"])
+def test_gradients_in_bf16_stay_close(job: tuple[str, Ranks], name: str) -> None:
+    job[1].run("bf16_gradients_stay_close", name)
+
+
+@pytest.mark.parametrize("case", ["local_sgd_averages_weights", "local_sgd_moves_on_with_momentum"])
+def test_local_sgd(job: tuple[str, Ranks], case: str) -> None:
+    job[1].run(case)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from comm.ranks import Ranks
 
 FAULTS = "comm.fault_cases"
@@ -52,7 +53,7 @@ def test_a_killed_rank_is_named_by_the_others(jobs) -> None:  # type: ignore[no-
 
 
 def test_a_missing_rank_is_named_after_the_timeout(jobs) -> None:  # type: ignore[no-untyped-def]
-    job = jobs(2, TIMEOUT="1")
+    job = jobs(2)
     job.start("stay_away", 1, 3.0, module=FAULTS)
     state, message = job.finish(0, 30)
     assert state == "ok"
@@ -61,7 +62,7 @@ def test_a_missing_rank_is_named_after_the_timeout(jobs) -> None:  # type: ignor
 
 @pytest.mark.parametrize("how", ["size", "dtype", "operation", "root"])
 def test_ranks_that_disagree_are_told_so(jobs, how: str) -> None:  # type: ignore[no-untyped-def]
-    job = jobs(2, TIMEOUT="20")
+    job = jobs(2)
     job.start("disagree", how, module=FAULTS)
     messages = [job.finish(rank, 30)[1] for rank in range(2)]
     assert any("the ranks disagree on operation" in message for message in messages), messages

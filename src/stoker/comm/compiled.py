@@ -29,8 +29,8 @@ __all__ = ["CompiledUnavailable", "build", "load"]
 SOURCE = Path(__file__).parent / "torch_backend" / "backend.cpp"
 _NAME = "stoker_ccl"
 _FUNCTIONS = (
-    "error", "timeout", "abort", "destroy", "waited", "allreduce", "reduce_scatter", "allgather", "broadcast", "gather", "scatter",
-    "alltoall", "barrier",
+    "error", "timeout", "abort", "destroy", "waited", "allreduce", "reduce_scatter", "allgather", "broadcast", "gather",
+    "scatter", "alltoall", "barrier",
 )  # fmt: skip
 
 

@@ -16,7 +16,28 @@ import torch
 __all__ = ["Lane"]
 
 _c10d: Any = torch._C._distributed_c10d  # missing in torch's stubs
-_Job = tuple[Callable[[], None], Any, "torch.futures.Future[Any]"]
+
+
+class _Job:
+    def __init__(self, run: Callable[[], None], result: Any) -> None:
+        self._run = run
+        self._result = result
+        self.failure: Exception | None = None
+        self._over: torch.futures.Future[Any] = torch.futures.Future()
+        # Future.set_exception is seen by Python only; an exception in a callback is an error for C++ (DDP) too.
+        self.work = _c10d._create_work_from_future(self._over.then(self._outcome))
+
+    def perform(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            self.failure = error
+        self._over.set_result(None)
+
+    def _outcome(self, over: torch.futures.Future[Any]) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        return self._result
 
 
 class Lane:
@@ -32,7 +53,7 @@ class Lane:
 
     def submit(self, run: Callable[[], None], result: Any, *, inline: bool = False) -> Any:
         """A c10d Work that completes with `result` when `run` has run."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        job = _Job(run, result)
         with self._change:
             if self._closed:
                 raise RuntimeError(f"the {self._name} group has been destroyed")
@@ -40,16 +61,18 @@ class Lane:
             if inline:
                 self._busy = True
             else:
-                self._jobs.append((run, result, future))
+                self._jobs.append(job)
                 self._wake()
         if inline:
             try:
-                _perform(run, result, future)
+                job.perform()
             finally:
                 with self._change:
                     self._busy = False
                     self._change.notify_all()
-        return _c10d._create_work_from_future(future)
+            if job.failure is not None:
+                raise job.failure  # a Work made from a future keeps an error to itself when waited for
+        return job.work
 
     def close(self) -> None:
         """Lets what was given finish, then ends the thread."""
@@ -73,16 +96,7 @@ class Lane:
                     return
                 job = self._jobs.popleft()
                 self._busy = True
-            _perform(*job)
+            job.perform()
             with self._change:
                 self._busy = False
                 self._change.notify_all()
-
-
-def _perform(run: Callable[[], None], result: Any, future: torch.futures.Future[Any]) -> None:
-    try:
-        run()
-    except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

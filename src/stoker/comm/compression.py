@@ -1,0 +1,61 @@
+"""Gradients on the wire in fewer bytes: bf16 with or without error feedback, and PowerSGD from PyTorch, by name.
+
+The ccl engine adds bf16 in fp32 and rounds once. With error feedback a rank keeps what rounding took from its gradient and
+adds it to the next one, so that nothing is lost for good.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["COMPRESSIONS", "Bf16Hook", "compress_gradients"]
+
+COMPRESSIONS = ("none", "bf16", "bf16-feedback", "powersgd")
+
+
+class Bf16Hook:
+    """A DDP communication hook that sends gradients as bf16. It keeps the rounding errors if `feedback` is set."""
+
+    def __init__(self, group: Any = None, *, feedback: bool = False) -> None:
+        self._group = group
+        self._feedback = feedback
+        self._errors: dict[int, torch.Tensor] = {}
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradient = bucket.buffer()
+        group = self._group if self._group is not None else dist.group.WORLD
+        ranks = dist.get_world_size(group)
+        if self._feedback:
+            error = self._errors.get(bucket.index())
+            if error is not None and error.shape == gradient.shape:  # DDP rebuilds its buckets after the first step
+                gradient.add_(error)
+        small = gradient.div(ranks).to(torch.bfloat16)
+        if self._feedback:
+            self._errors[bucket.index()] = gradient - small.to(gradient.dtype) * ranks
+        future = dist.all_reduce(small, group=group, async_op=True).get_future()
+
+        def widen(done: torch.futures.Future[Any]) -> torch.Tensor:
+            return gradient.copy_(done.value()[0])
+
+        result: torch.futures.Future[torch.Tensor] = future.then(widen)
+        return result
+
+    @property
+    def __qualname__(self) -> str:  # DDP names the hook in its log
+        return "stoker_bf16"
+
+
+def compress_gradients(model: torch.nn.parallel.DistributedDataParallel, name: str, *, rank_of_matrix: int = 4) -> None:
+    """Makes `model` send its gradients as `name` says, one of COMPRESSIONS. Call it once, before the first step."""
+    if name not in COMPRESSIONS:
+        raise ValueError(f"gradient compression {name!r} is unknown; choose one of {', '.join(COMPRESSIONS)}")
+    if name.startswith("bf16"):
+        model.register_comm_hook(None, Bf16Hook(model.process_group, feedback=name == "bf16-feedback"))
+    elif name == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        state = powerSGD_hook.PowerSGDState(model.process_group, matrix_approximation_rank=rank_of_matrix)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
