@@ -45,7 +45,7 @@ int usable_cores() {
 Group::Group(Segment segment, int rank)
     : segment_(std::move(segment)), rank_(rank), ranks_(static_cast<int>(segment_.header().ranks)),
       slot_bytes_(static_cast<std::int64_t>(segment_.header().slot_bytes)), checked_(ranks_, 0), watched_(ranks_, -1),
-      waited_for_(ranks_, 0.0), spin_(kLongestSpin), timeout_(std::chrono::minutes(30)) {
+      verified_(ranks_, 0), waited_for_(ranks_, 0.0), spin_(kLongestSpin), timeout_(std::chrono::minutes(30)) {
   if (rank < 0 || rank >= ranks_) throw Error(kArgument, "rank " + std::to_string(rank) + " is not in the segment");
   // Ranks pinned to one core each see one usable core: then every rank has its own, and spinning is right.
   const int cores = usable_cores();
@@ -199,14 +199,21 @@ void Group::check_others(int rank, Clock::time_point since) {
 }
 
 void Group::check_signature(int rank) {
-  const Signature& theirs = segment_.block(rank).signatures[sequence_ % kRing];
   checked_[rank] = 1;
-  if (theirs.sequence == now_.sequence && theirs.kind == now_.kind && theirs.dtype == now_.dtype && theirs.op == now_.op &&
-      theirs.root == now_.root && theirs.count == now_.count)
-    return;
-  give_up(kDisagree, "the ranks disagree on operation " + std::to_string(sequence_) + ": " + name(rank_) + " is in " +
-                         describe(now_) + ", " + name(rank) + " in " +
-                         (theirs.sequence == now_.sequence ? describe(theirs) : std::string("another one")));
+  // Also what has gone by since the last look: two ranks that each believe to be a broadcast's source read nothing of each
+  // other then. No rank is more than kSlots operations ahead, so half of the ring is still what it was.
+  const std::uint64_t oldest = sequence_ > kRing / 2 ? sequence_ - kRing / 2 : 1;
+  for (std::uint64_t at = std::max(verified_[rank] + 1, oldest); at <= sequence_; ++at) {
+    const Signature& ours = mine().signatures[at % kRing];
+    const Signature& theirs = segment_.block(rank).signatures[at % kRing];
+    if (theirs.sequence == ours.sequence && theirs.kind == ours.kind && theirs.dtype == ours.dtype && theirs.op == ours.op &&
+        theirs.root == ours.root && theirs.count == ours.count)
+      continue;
+    give_up(kDisagree, "the ranks disagree on operation " + std::to_string(at) + ": " + name(rank_) + " is in " +
+                           describe(ours) + ", " + name(rank) + " in " +
+                           (theirs.sequence == ours.sequence ? describe(theirs) : std::string("another one")));
+  }
+  verified_[rank] = sequence_;
 }
 
 }  // namespace stoker::comm

@@ -71,6 +71,7 @@ class Group {
   Signature now_{};
   std::vector<char> checked_, watched_;  // per rank: signature compared in this operation; process visible from here
   std::vector<std::int64_t> names_;
+  std::vector<std::uint64_t> verified_;  // per rank: up to which operation its signatures were compared
   std::vector<double> waited_for_;
   double waited_ = 0.0;
   int spin_;

@@ -355,7 +355,8 @@ def functional_collectives(rank: int, size: int) -> None:
     assert z.tolist() == [float(rank * size)]
 
 
-def bf16_gradients_stay_close(rank: int, size: int, name: str) -> None:
+def error_of_compressed_gradients(rank: int, size: int, name: str) -> float:
+    """How far the sum of twenty compressed gradients is from that of plain ones, relative to its size."""
     from stoker.comm.compression import compress_gradients
 
     torch.manual_seed(0)
@@ -371,8 +372,7 @@ def bf16_gradients_stay_close(rank: int, size: int, name: str) -> None:
             model(x).square().mean().backward()
             total[i] += model.module.weight.grad
     error = ((total[1] - total[0]).norm() / total[0].norm()).item()
-    # Rounding to 8 bits costs 2^-9 per element at most, the same every time; feedback makes it average out.
-    assert 0 < error < (0.0003 if name == "bf16-feedback" else 0.004), error
+    return error
 
 
 def local_sgd_averages_weights(rank: int, size: int) -> None:

@@ -57,4 +57,5 @@ def die(rank: int, size: int) -> None:
 def segments(rank: int, size: int) -> list[str]:
     """The names under which this process maps shared memory of Stoker."""
     with open("/proc/self/maps") as maps:
-        return sorted({line.split(maxsplit=5)[5].strip() for line in maps if "stoker" in line and "/lib" not in line})
+        names = {line.split(maxsplit=5)[-1].strip() for line in maps}
+    return sorted(name for name in names if name.startswith(("/memfd:stoker", "/dev/shm/stoker")))

@@ -1,11 +1,10 @@
 """Gradients on the wire in fewer bytes: bf16 with or without error feedback, and PowerSGD from PyTorch, by name.
 
 The ccl engine adds bf16 in fp32 and rounds once. With error feedback a rank keeps what rounding took from its gradient and
-adds it to the next one, so that nothing is lost for good.
+adds it to the next one; what rounding takes from the sum stays lost.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP compares the annotations of a hook with the types themselves.
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ class Bf16Hook:
         self._group = group
         self._feedback = feedback
         self._errors: dict[int, torch.Tensor] = {}
+        self.__name__ = self.__qualname__ = "stoker_bf16"  # DDP names the hook in its log
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradient = bucket.buffer()
@@ -42,10 +42,6 @@ class Bf16Hook:
 
         result: torch.futures.Future[torch.Tensor] = future.then(widen)
         return result
-
-    @property
-    def __qualname__(self) -> str:  # DDP names the hook in its log
-        return "stoker_bf16"
 
 
 def compress_gradients(model: torch.nn.parallel.DistributedDataParallel, name: str, *, rank_of_matrix: int = 4) -> None:
