@@ -371,8 +371,7 @@ def error_of_compressed_gradients(rank: int, size: int, name: str) -> float:
             model.zero_grad()
             model(x).square().mean().backward()
             total[i] += model.module.weight.grad
-    error = ((total[1] - total[0]).norm() / total[0].norm()).item()
-    return error
+    return ((total[1] - total[0]).norm() / total[0].norm()).item()
 
 
 def local_sgd_averages_weights(rank: int, size: int) -> None:
