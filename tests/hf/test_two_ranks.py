@@ -1,0 +1,55 @@
+"""Two processes train one model: a signal to one of them stops both after the same step, and the run resumes exactly."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def launch(folder: Path, *words: str) -> list[tuple[int, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        environment = {
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(HERE / "two_ranks.py"), str(folder), *words],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        return [(rank.returncode, out) for rank in ranks for out in [rank.communicate(timeout=400)[0]]]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def result(ends: list[tuple[int, str]]) -> str:
+    assert [code for code, _ in ends] == [0, 0], "\n".join(out[-2500:] for _, out in ends)
+    found = re.search(r"RESULT (.*)", ends[0][1])
+    assert found is not None
+    return found[1]
+
+
+def test_a_signal_to_one_rank_stops_both_and_the_run_resumes_exactly(tree_path: Path) -> None:
+    whole = result(launch(tree_path / "whole"))
+    stopped = launch(tree_path / "cut", "5")
+    assert [code for code, _ in stopped] == [143, 143], "\n".join(out[-2500:] for _, out in stopped)
+    assert "Stopped by SIGTERM after step 6" in stopped[0][1]
+    files = {path.name for path in (tree_path / "cut" / "checkpoint-6").iterdir()}
+    assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors"} <= files
+    assert result(launch(tree_path / "cut")) == whole

@@ -1,0 +1,60 @@
+"""`stoker demo` from world to report, with a tiny model and a few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stoker.cli import main
+from stoker.report.log import read_run
+from stoker.tasks.demo import speed
+from stoker.tasks.demo.run import _affordable
+from tasks.models import save_tiny_bert
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_bert(tmp_path_factory.mktemp("tiny") / "bert")
+
+
+def test_the_demo_shows_before_and_after_three_answers_and_a_report(
+    bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "demo"
+    words = ["demo", "--model", str(bert), "--questions", "36", "--no-compare", "--output_dir", str(out)]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "before: exact match" in said
+    assert "after:  exact match" in said
+    assert said.count("score") == 3
+    assert (out / "report.html").exists()
+    assert (out / "model.safetensors").exists()
+    run = read_run(out)
+    assert run.evaluations[0]["step"] == 0
+    assert run.finished
+    assert main(words) == 0, "a second time replaces the first"
+
+
+def test_a_folder_in_other_use_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    assert main(["demo", "--model", "x", "--output_dir", str(tmp_path)]) == 2
+    assert "is in use and not by a demo" in capsys.readouterr().err
+    assert (tmp_path / "mine.txt").read_text() == "precious"
+
+
+def test_steps_are_compared_in_turns(bert: Path, tmp_path: Path) -> None:
+    from stoker.tasks.demo.world import as_squad, make_world
+    from stoker.tasks.run import write_json
+
+    write_json(tmp_path / "train.json", as_squad(make_world(24, seed=1, training=True)))
+    seconds = speed.compare(tmp_path, str(bert), steps=2, batch=4, max_seq_length=160)
+    assert {side: len(values) for side, values in seconds.items()} == {"stock": 2, "stoker": 2}
+    assert all(value > 0 for values in seconds.values() for value in values)
+
+
+def test_the_number_of_questions_follows_from_the_measured_speed() -> None:
+    fast, slow = ({"sides": {"Stoker": [step] * 10}} for step in (0.3, 2.5))
+    assert _affordable(fast, 170) == 3000
+    assert 600 <= _affordable(slow, 170) < 1000
+    assert _affordable({"sides": {"Stoker": [60.0]}}, 170) == 600
