@@ -47,10 +47,10 @@ constexpr int64_t kKeyChunk = 2048;    // keys per backward task
 constexpr int64_t kScoreStride = kKeyBlock + 16;  // not a power of two: rows would share cache sets
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
-// Rows [first, first + count) of one head as dense fp32, rotated where the model asks for it.
+// Rows [first, first + count) of one head as dense fp32 times `scale`, rotated where the model asks for it.
 template <typename Scalar>
 void load_rows(const Scalar* from, int64_t token_stride, int64_t first, int64_t count, const AttentionCall& call,
-               bool rotate, float* to) {
+               bool rotate, float scale, float* to) {
   const int64_t size = call.head_size, half = size / 2;
   for (int64_t row = 0; row < count; ++row, to += size) {
     const Scalar* source = from + (first + row) * token_stride;
@@ -59,13 +59,13 @@ void load_rows(const Scalar* from, int64_t token_stride, int64_t first, int64_t 
       const float* sine = call.sine + (first + row) * half;
 #pragma omp simd
       for (int64_t i = 0; i < half; ++i) {
-        const float x = load(source[i]), y = load(source[half + i]);
+        const float x = load(source[i]) * scale, y = load(source[half + i]) * scale;
         to[i] = x * cosine[i] - y * sine[i];
         to[half + i] = y * cosine[i] + x * sine[i];
       }
     } else {
 #pragma omp simd
-      for (int64_t i = 0; i < size; ++i) to[i] = load(source[i]);
+      for (int64_t i = 0; i < size; ++i) to[i] = load(source[i]) * scale;
     }
   }
 }
@@ -104,18 +104,12 @@ KeyRange visible(const AttentionCall& call, int64_t first_query, int64_t last_qu
           call.right >= last - last_query ? last : std::min(last, last_query + call.right + 1)};
 }
 
-// scores[j] = scores[j] * scale + bias for the keys that `query` sees, -inf for the others.
-// `scores` stands for keys [begin, end) of the sequence.
+// Adds the bias to a row of scores and puts -inf where `query` may not look. `scores` stands for keys [begin, end).
 void finish_scores(const AttentionCall& call, int64_t head, int64_t query, int64_t begin, int64_t end, float* scores) {
-  const int64_t count = end - begin;
-  const float scale = call.scale;
   if (call.bias) {
     const float* bias = call.bias + (head * call.bias_length + query) * call.bias_length + begin;
 #pragma omp simd
-    for (int64_t j = 0; j < count; ++j) scores[j] = scores[j] * scale + bias[j];
-  } else {
-#pragma omp simd
-    for (int64_t j = 0; j < count; ++j) scores[j] *= scale;
+    for (int64_t j = 0; j < end - begin; ++j) scores[j] += bias[j];
   }
   const KeyRange seen = visible(call, query, query, begin, end);
   for (int64_t j = begin; j < std::min(seen.begin, end); ++j) scores[j - begin] = kNegativeInfinity;
@@ -165,7 +159,7 @@ void forward_task(const AttentionCall& call, const Dropout& dropout, const Forwa
   const KeyRange all = visible(call, task.first_query, task.first_query + queries - 1, 0, length);
   for (int64_t first_key = all.begin / kKeyBlock * kKeyBlock; first_key < all.end; first_key += kKeyBlock) {
     const int64_t keys = std::min(kKeyBlock, length - first_key);
-    load_rows(k, call.k_token, start + first_key, keys, call, true, rows);
+    load_rows(k, call.k_token, start + first_key, keys, call, true, 1.0f, rows);
     pack_columns(rows, size, size, keys, key_panels);
     pack_rows(v + (start + first_key) * call.v_token, call.v_token, keys, size, value_panels);
 
@@ -176,7 +170,7 @@ void forward_task(const AttentionCall& call, const Dropout& dropout, const Forwa
       range.begin -= (range.begin - first_key) % kPanel;  // scores start at a panel
       const int64_t offset = range.begin - first_key, seen = range.end - range.begin;
 
-      load_rows(q, call.q_token, start + query, count, call, true, query_rows);
+      load_rows(q, call.q_token, start + query, count, call, true, call.scale, query_rows);
       multiply<false>(count, seen, size, query_rows, size, 1, key_panels + offset * size, kPanel * size, scores, kScoreStride);
 
       for (int64_t i = 0; i < count; ++i) {
@@ -190,7 +184,7 @@ void forward_task(const AttentionCall& call, const Dropout& dropout, const Forwa
         float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
         for (int64_t j = 0; j < seen; ++j) {
-          const float value = exp(row[j] - base);
+          const float value = exp_nonpositive(row[j] - base);
           row[j] = value;
           sum += value;
         }
@@ -282,10 +276,10 @@ class Backward {
   void key_block(int64_t first_key, int64_t keys) {
     const Scalar* k = static_cast<const Scalar*>(call_.k) + kv_head_ * call_.k_head;
     const Scalar* v = static_cast<const Scalar*>(call_.v) + kv_head_ * call_.v_head;
-    load_rows(k, call_.k_token, start_ + first_key, keys, call_, true, rows_);
+    load_rows(k, call_.k_token, start_ + first_key, keys, call_, true, 1.0f, rows_);
     pack_columns(rows_, size_, size_, keys, key_columns_);
     pack_rows(rows_, size_, keys, size_, key_rows_);
-    load_rows(v, call_.v_token, start_ + first_key, keys, call_, false, rows_);
+    load_rows(v, call_.v_token, start_ + first_key, keys, call_, false, 1.0f, rows_);
     pack_columns(rows_, size_, size_, keys, value_columns_);
     std::fill(dk_, dk_ + keys * width_, 0.0f);
     std::fill(dv_, dv_ + keys * width_, 0.0f);
@@ -299,7 +293,7 @@ class Backward {
     }
     Scalar* dk = static_cast<Scalar*>(call_.dk) + kv_head_ * call_.k_head;
     Scalar* dv = static_cast<Scalar*>(call_.dv) + kv_head_ * call_.v_head;
-    store_rows(dk_, width_, start_ + first_key, keys, call_, true, call_.scale, dk, call_.k_token);
+    store_rows(dk_, width_, start_ + first_key, keys, call_, true, 1.0f, dk, call_.k_token);
     store_rows(dv_, width_, start_ + first_key, keys, call_, false, 1.0f, dv, call_.v_token);
   }
 
@@ -327,8 +321,8 @@ class Backward {
     const Scalar* q = static_cast<const Scalar*>(call_.q) + head * call_.q_head;
     const Scalar* dout = static_cast<const Scalar*>(call_.dout) + head * size_;
     const Scalar* out = static_cast<const Scalar*>(call_.out) + head * size_;
-    load_rows(q, call_.q_token, first, count, call_, true, query_);
-    load_rows(dout, dense, first, count, call_, false, dout_);
+    load_rows(q, call_.q_token, first, count, call_, true, call_.scale, query_);  // dK = dS^T (scale * Q) follows
+    load_rows(dout, dense, first, count, call_, false, 1.0f, dout_);
     pack_rows(query_, size_, count, size_, query_panels_);
     pack_rows(dout_, size_, count, size_, dout_panels_);
     for (int64_t i = 0; i < count; ++i) {
@@ -351,14 +345,14 @@ class Backward {
           row_factors(dropout_, static_cast<uint64_t>(token * call_.heads + head), range.begin, range.end, factors_);
 #pragma omp simd
       for (int64_t j = 0; j < seen; ++j) {
-        const float p = exp(scores[j] - base);
+        const float p = exp_nonpositive(scores[j] - base);
         scores[j] = p * factors[j];
         dscores[j] = p * (dscores[j] * factors[j] - delta);
       }
     } else {
 #pragma omp simd
       for (int64_t j = 0; j < seen; ++j) {
-        const float p = exp(scores[j] - base);
+        const float p = exp_nonpositive(scores[j] - base);
         scores[j] = p;
         dscores[j] = p * (dscores[j] - delta);
       }

@@ -8,6 +8,10 @@
 #include <sys/mman.h>
 #endif
 
+#if defined(__SSE__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -96,16 +100,43 @@ inline void pack_rows(const Scalar* from, int64_t stride, int64_t depth, int64_t
   }
 }
 
+// Four rows of four numbers become four columns. Scalar stores one number at a time cost attention a tenth of its time.
+template <typename Scalar>
+inline void transpose_4x4(const Scalar* from, int64_t stride, float* to, int64_t to_stride) {
+#if defined(__SSE__)
+  alignas(16) float rows[4][4];
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 4; ++j) rows[i][j] = load(from[i * stride + j]);
+  __m128 a = _mm_load_ps(rows[0]), b = _mm_load_ps(rows[1]), c = _mm_load_ps(rows[2]), d = _mm_load_ps(rows[3]);
+  _MM_TRANSPOSE4_PS(a, b, c, d);
+  _mm_storeu_ps(to, a);
+  _mm_storeu_ps(to + to_stride, b);
+  _mm_storeu_ps(to + 2 * to_stride, c);
+  _mm_storeu_ps(to + 3 * to_stride, d);
+#else
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 4; ++j) to[j * to_stride + i] = load(from[i * stride + j]);
+#endif
+}
+
 // The transpose: columns of B are rows in memory (B[p][j] = from[j * stride + p]).
 template <typename Scalar>
 inline void pack_columns(const Scalar* from, int64_t stride, int64_t depth, int64_t columns, float* panels) {
   for (int64_t first = 0; first < columns; first += kPanel) {
     const int64_t width = std::min<int64_t>(kPanel, columns - first);
-    for (int64_t j = 0; j < width; ++j) {
+    int64_t j = 0;
+    for (; j + 4 <= width; j += 4) {
+      const Scalar* row = from + (first + j) * stride;
+      int64_t p = 0;
+      for (; p + 4 <= depth; p += 4) transpose_4x4(row + p, stride, panels + p * kPanel + j, kPanel);
+      for (; p < depth; ++p)
+        for (int i = 0; i < 4; ++i) panels[p * kPanel + j + i] = load(row[i * stride + p]);
+    }
+    for (; j < width; ++j) {
       const Scalar* row = from + (first + j) * stride;
       for (int64_t p = 0; p < depth; ++p) panels[p * kPanel + j] = load(row[p]);
     }
-    for (int64_t j = width; j < kPanel; ++j)
+    for (; j < kPanel; ++j)
       for (int64_t p = 0; p < depth; ++p) panels[p * kPanel + j] = 0.0f;
     panels += kPanel * depth;
   }
