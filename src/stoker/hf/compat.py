@@ -21,7 +21,7 @@ from stoker.hf import imports
 
 __all__ = ["SUPPORTED", "check_version", "install"]
 
-SUPPORTED = {"transformers": ((4, 57), (6, 0)), "accelerate": ((1, 0), (2, 0))}
+SUPPORTED = {"transformers": ((4, 57), (6, 0)), "accelerate": ((1, 3), (2, 0))}
 """From this version on, below that one. The first and the newest of each are run by the tests."""
 
 # What the subclasses build on; a class without one of these is not the class they were written for.
