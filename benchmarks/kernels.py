@@ -56,7 +56,7 @@ class Case:
     amount: float
     unit: str = "GB/s"
     bar: float | None = None
-    """The least ratio promised; None where none is."""
+    """The least ratio promised with all threads; None where none is."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def run(case: Case, rounds: int, seconds: float, limits: dict[str, float], clock
     ours, theirs = (statistics.median(side) for side in times)
     ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
     rate = case.amount / ours / 1e9
-    return Result(case.name, ours * 1e3, theirs * 1e3, ratio, rate, case.unit, limits.get(case.unit), case.bar)
+    return Result(case.name, ours * 1e3, theirs * 1e3, ratio, rate, case.unit, limits.get(case.unit), case.bar if limits else None)
 
 
 def step(call: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor | None = None) -> Callable[[], None]:
