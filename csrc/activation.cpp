@@ -106,11 +106,20 @@ struct Pieces {
 template <typename Act, typename Scalar>
 static void load_piece(const Scalar* x, const Scalar* up, const float* x_bias, const float* up_bias, int64_t count,
                        Pieces& piece) {
-  widen_piece(x, x_bias, count, piece.x);
   if (up) widen_piece(up, up_bias, count, piece.up);
-  if (std::is_same_v<Act, Relu>) return;
+  if constexpr (std::is_same_v<Act, Relu>) {
+    widen_piece(x, x_bias, count, piece.x);
+  } else if constexpr (std::is_same_v<Scalar, float>) {
 #pragma omp simd
-  for (int64_t i = 0; i < count; ++i) piece.e[i] = Act::step(piece.x[i]);
+    for (int64_t i = 0; i < count; ++i) {
+      piece.x[i] = x[i] + x_bias[i];
+      piece.e[i] = Act::step(piece.x[i]);
+    }
+  } else {
+    widen_piece(x, x_bias, count, piece.x);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) piece.e[i] = Act::step(piece.x[i]);
+  }
 }
 
 template <typename Act, typename Scalar>

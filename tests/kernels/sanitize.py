@@ -1,6 +1,9 @@
 """Runs the kernel tests on a library built with AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`.
 
-The library is built in build/sanitize for the levels this CPU has. Every exported function must be reached by the tests;
+    python tests/kernels/sanitize.py            all kernel tests, on every level this CPU has
+    python tests/kernels/sanitize.py --quick    the random and the empty shapes only, on the best level
+
+The library is built in build/sanitize. Every exported function must be reached by the tests;
 torch's allocator is malloc, so a read or write beyond a tensor is seen too. Exits 0 if all is well, 2 if the tools are
 missing, else 1.
 """
@@ -20,6 +23,7 @@ FILES = sorted(str(file) for file in HERE.glob("test_*.py") if file.name not in 
 # What torch does around the kernels is slow under the sanitizer and the same without it; the distribution tests only
 # repeat one call on large tensors.
 LEFT_OUT = "not compiled and not registration and not independent and not whole_line and not engine_choice"
+QUICK = "random or no_rows or no_tokens"
 # They take no tensors: what the library says of itself, and the clock of doctor.
 ABOUT_ITSELF = {"stoker_abi", "stoker_isa", "stoker_count_threads", "stoker_attention_key_chunk", "stoker_clock"}
 
@@ -74,7 +78,7 @@ def exported(level: str) -> set[str]:
     return {line.split()[-1] for line in run.stdout.splitlines() if line.split()[-1].startswith("stoker_")}
 
 
-def run_under_sanitizer(level: str) -> int:
+def run_under_sanitizer(level: str, quick: bool) -> int:
     environment = os.environ | {
         "LD_PRELOAD": " ".join(map(str, find_runtime())),
         # Python and torch keep memory until the end, and torch's code throws exceptions of its own.
@@ -84,7 +88,9 @@ def run_under_sanitizer(level: str) -> int:
         "STOKER_ISA": level,
         "STOKER_TEST_BRIEF": "1",
     }
-    return subprocess.run([sys.executable, __file__, "--inside"], env=environment, check=False).returncode
+    return subprocess.run(
+        [sys.executable, __file__, "--inside", *["--quick"] * quick], env=environment, check=False
+    ).returncode
 
 
 def inside() -> int:
@@ -102,7 +108,18 @@ def inside() -> int:
 
     native.function = noting  # type: ignore[assignment]
     # Capturing by file descriptor would swallow the report of the sanitizer.
-    code = pytest.main(["-q", "-x", "--capture=sys", "-p", "no:cacheprovider", "-k", LEFT_OUT, *FILES])
+    code = pytest.main(
+        [
+            "-q",
+            "-x",
+            "--capture=sys",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            QUICK if "--quick" in sys.argv else LEFT_OUT,
+            *FILES,
+        ]
+    )
     if code:
         return int(code)
     unreached = exported(native.level()) - reached - ABOUT_ITSELF
@@ -120,11 +137,12 @@ def main() -> int:
         return 2
     from stoker.kernels import native
 
-    levels = native.available()
+    quick = "--quick" in sys.argv
+    levels = native.available()[: 1 if quick else None]
     build(levels)
     for level in levels:
         print(f"--- {level}", flush=True)
-        if run_under_sanitizer(level):
+        if run_under_sanitizer(level, quick):
             return 1
     return 0
 
