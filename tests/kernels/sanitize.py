@@ -3,7 +3,7 @@
     python tests/kernels/sanitize.py            all kernel tests, on every level this CPU has
     python tests/kernels/sanitize.py --quick    the random and the empty shapes only, on the best level
 
-The library is built in build/sanitize. Every exported function must be reached by the tests;
+The library is built in build/sanitize. Every exported kernel must be reached by the tests;
 torch's allocator is malloc, so a read or write beyond a tensor is seen too. Exits 0 if all is well, 2 if the tools are
 missing, else 1.
 """
@@ -24,6 +24,7 @@ FILES = sorted(str(file) for file in HERE.glob("test_*.py") if file.name not in 
 # repeat one call on large tensors.
 LEFT_OUT = "not compiled and not registration and not independent and not whole_line and not engine_choice"
 QUICK = "random or no_rows or no_tokens"
+OTHER_ROOM = "stoker_comm_"  # tests/comm
 # They take no tensors: what the library says of itself, and the clock of doctor.
 ABOUT_ITSELF = {"stoker_abi", "stoker_isa", "stoker_count_threads", "stoker_attention_key_chunk", "stoker_clock"}
 
@@ -75,7 +76,8 @@ def exported(level: str) -> set[str]:
     assert nm is not None
     library = BUILD / f"libstoker-{level}.so"
     run = subprocess.run([nm, "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
-    return {line.split()[-1] for line in run.stdout.splitlines() if line.split()[-1].startswith("stoker_")}
+    names = {line.split()[-1] for line in run.stdout.splitlines()}
+    return {name for name in names if name.startswith("stoker_") and not name.startswith(OTHER_ROOM)}
 
 
 def run_under_sanitizer(level: str, quick: bool) -> int:
