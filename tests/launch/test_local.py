@@ -149,3 +149,43 @@ def test_a_config_file_is_followed_and_its_retired_keys_do_not_matter(tmp_path: 
     path.write_text("distributed_type: 'NO'\nipex_config:\n  ipex: true\nmixed_precision: bf16\nuse_cpu: true\n")
     done = launch("--config_file", str(path), "--dry-run", RANK)
     assert "ACCELERATE_MIXED_PRECISION=bf16" in done.stdout
+
+
+SRUN = """#!/bin/sh
+while [ "$1" != "--kill-on-bad-exit=1" ]; do shift; done; shift
+export SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_ID=0
+export SLURM_STEP_NODELIST=localhost
+exec "$@"
+"""
+
+
+def test_inside_an_allocation_srun_starts_the_ranks_which_recognise_themselves(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    words = ["--launcher", "slurm", "-n", "1", "--no-compat", RANK, *HOSTILE]
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "5"}
+    done = launch(*words, env=env)
+    assert done.returncode == 0, done.stderr
+    report = reports(done.stdout)[0]
+    assert (report["argv"], report["RANK"], report["MASTER_ADDR"]) == (HOSTILE, "0", "127.0.0.1")
+    done = launch(*words)
+    assert done.returncode == 2
+    assert "--emit slurm" in done.stderr
+
+
+def test_an_allocator_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stoker.errors import UserError
+    from stoker.launch import allocators
+
+    monkeypatch.setattr(allocators, "find", lambda name: None)
+    allocators.preload("auto", ["x"])
+    allocators.preload("default", ["x"])
+    with pytest.raises(UserError, match="libjemalloc2"):
+        allocators.preload("jemalloc", ["x"])
+    monkeypatch.setattr(allocators, "find", lambda name: f"/lib/{name}.so")
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda path, words, env: started.append(env))
+    allocators.preload("tcmalloc", ["x"], {"LD_PRELOAD": "/a.so"})
+    assert started[0]["LD_PRELOAD"] == "/lib/tcmalloc.so:/a.so"
+    allocators.preload("tcmalloc", ["x"], started[0])
+    assert len(started) == 1

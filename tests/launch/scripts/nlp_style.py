@@ -18,11 +18,16 @@ def rows(count: int, length: int) -> list:
     generator = torch.Generator().manual_seed(1)
     made = []
     for index in range(count):
-        used = int(torch.randint(6, max(length // 2, 7), (1,), generator=generator))
-        ids = torch.zeros(length, dtype=torch.long)
-        ids[:used] = torch.randint(1, 100, (used,), generator=generator)
-        made.append({"input_ids": ids, "attention_mask": (torch.arange(length) < used).long(), "labels": index % 2})
+        used = int(torch.randint(max(length // 4, 6), length, (1,), generator=generator))
+        made.append((torch.randint(1, 100, (used,), generator=generator), index % 2))
     return made
+
+
+def collate(batch: list) -> dict:
+    """Padded to the longest of the batch."""
+    ids = torch.nn.utils.rnn.pad_sequence([one for one, _ in batch], batch_first=True)
+    labels = torch.tensor([label for _, label in batch])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
 
 
 def main() -> None:
@@ -33,6 +38,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=8)
     args = parser.parse_args()
 
     accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
@@ -44,7 +50,7 @@ def main() -> None:
     )  # fmt: skip
     model = BertForSequenceClassification(config)
     optimizer = AdamW(params=model.parameters(), lr=2e-5)
-    loader = DataLoader(rows(args.rows, args.length), shuffle=True, batch_size=8)
+    loader = DataLoader(rows(args.rows, args.length), shuffle=True, batch_size=args.batch, collate_fn=collate)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     model.train()

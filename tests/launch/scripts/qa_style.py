@@ -27,7 +27,7 @@ class Questions(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(0)
         self.rows = []
         for _ in range(count):
-            used = int(torch.randint(8, max(length // 2, 9), (1,), generator=generator))
+            used = int(torch.randint(max(length // 6, 8), max(length // 2, 9), (1,), generator=generator))
             ids = torch.zeros(length, dtype=torch.long)
             ids[:used] = torch.randint(1, 100, (used,), generator=generator)
             mask = (torch.arange(length) < used).long()
