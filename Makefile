@@ -37,6 +37,7 @@ format: install ## let ruff put the code in order
 
 bench: install ## every benchmark behind a figure in the README, on a quiet machine
 	@$(BIN)/python benchmarks/kernels.py
+	@$(BIN)/python benchmarks/train_step.py --out build/bench
 
 sanitize: install ## the C++ under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(BIN)/python tests/kernels/sanitize.py
