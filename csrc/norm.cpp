@@ -113,8 +113,9 @@ enum { kWeight, kBias, kInputBias, kKinds };
 template <typename Scalar>
 static void write_row(const Gradients<Scalar>& of, int64_t at, const RowGradient& gradient, const float* factors,
                       const float* hat, float* g, int64_t columns, float* dx_bias /* or null */) {
-  const Scalar* more = of.dz_in + at;
-  Scalar *to_x = of.dx + at, *to_residual = of.dresidual + at;
+  const Scalar* more = of.dz_in ? of.dz_in + at : nullptr;
+  Scalar* to_x = of.dx ? of.dx + at : nullptr;
+  Scalar* to_residual = of.dresidual ? of.dresidual + at : nullptr;
   for_flag(of.dz_in, [&](auto has_more) {
     for_flag(of.dresidual, [&](auto has_residual) {
       for_flag(factors, [&](auto has_factors) {
