@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from stoker.tasks.qa.data import Question
+from stoker.tasks.qa.data import Question, read_questions
 from stoker.tasks.qa.metrics import exact_match, f1, normalized, squad, squad_v2
 
 
@@ -77,3 +79,16 @@ def test_version_two_finds_the_best_threshold() -> None:
 
 def test_no_questions_is_no_score() -> None:
     assert squad({}, []) == {"exact_match": 0.0, "f1": 0.0}
+
+
+@pytest.mark.data
+def test_people_score_on_the_dev_set_as_was_published(data: Path) -> None:
+    """The method of the SQuAD paper: the second answer is the prediction, the others are the truth.
+
+    It reports 80.3 EM and 90.5 F1 for the dev set of version 1.0; version 1.1 mended some answers.
+    """
+    questions = [q for q in read_questions(data / "squad" / "dev-v1.1.json.gz", training=False) if len(q.answers) > 1]
+    truth = [Question(q.id, q.question, q.context, (q.answers[0], *q.answers[2:]), ()) for q in questions]
+    scores = squad({q.id: q.answers[1] for q in questions}, truth)
+    assert scores["exact_match"] == pytest.approx(80.3, abs=2.0)
+    assert scores["f1"] == pytest.approx(90.5, abs=1.0)

@@ -8,17 +8,22 @@ from typing import Any
 from stoker.errors import UserError
 from stoker.tasks.files import Row
 
-__all__ = ["load_split", "split_names"]
+__all__ = ["load_split"]
 
 
-def _load(name: str, config: str | None, cache_dir: str | None) -> Any:
+def _package(wanted: str) -> Any:
     try:
         import datasets  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
         raise UserError(
-            f"--dataset_name {name} comes from the hub, which needs the datasets package: pip install 'stoker[hub]'; "
+            f"--dataset_name {wanted} comes from the hub, which needs the datasets package: pip install 'stoker[hub]'; "
             "files of your own (--train_file, --validation_file) need nothing"
         ) from None
+    return datasets
+
+
+def _load(name: str, config: str | None, cache_dir: str | None) -> Any:
+    datasets = _package(name)
     try:
         found = datasets.load_dataset(name, config, cache_dir=cache_dir)
     except Exception as error:  # the package raises many kinds; the first line says it in words
@@ -28,10 +33,6 @@ def _load(name: str, config: str | None, cache_dir: str | None) -> Any:
             "give files by --train_file and --validation_file"
         ) from None
     return found
-
-
-def split_names(name: str, config: str | None, cache_dir: str | None) -> list[str]:
-    return list(_load(name, config, cache_dir))
 
 
 def load_split(name: str, config: str | None, split: str, cache_dir: str | None) -> Iterator[Row]:

@@ -133,6 +133,8 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
     }
     result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_model()
+    seconds, loss = result.metrics.get("train_runtime", 0.0), result.metrics.get("train_loss", 0.0)
+    job.say(f"trained to step {result.global_step:,} in {seconds:,.0f} s, mean loss {loss:.3f}")
     if args.should_save:
         trainer.save_metrics("train", {**result.metrics, "train_samples": len(lengths)})
         trainer.save_state()
