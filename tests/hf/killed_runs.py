@@ -73,6 +73,8 @@ def _fork(folder: Path, kill: str | None, settings: dict[str, Any]) -> int:
 
 
 def _train(folder: Path, kill: str | None, settings: dict[str, Any]) -> None:
+    # Started in the background by a shell, this process would have inherited that Ctrl-C is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     trainer = tiny.trainer(folder, **{**SETTINGS, **settings})
     if kill is not None:
         kind, _, at = kill.partition(":")

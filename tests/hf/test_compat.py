@@ -23,6 +23,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Code in a process of its own, since hooks stay in the process they are installed in."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    # torch would load Stoker's own ccl backend by its entry point; here it is as where that was not installed.
+    clean["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env={**clean, **(env or {})},

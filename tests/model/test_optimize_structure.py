@@ -7,6 +7,8 @@ import inspect
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import tiny_models as tiny
@@ -161,8 +163,16 @@ def test_ddp_wraps_afterwards(tmp_path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_accelerator_prepares_afterwards() -> None:
-    accelerate = pytest.importorskip("accelerate")
+@pytest.fixture
+def accelerate() -> Iterator[Any]:
+    """accelerate, with the state of the process that earlier tests may have left taken away, before and after."""
+    module = pytest.importorskip("accelerate")
+    module.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield module
+    module.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerator_prepares_afterwards(accelerate: Any) -> None:
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     model, optimizer = stoker.optimize(*_with_optimizer())
     reference = _loss(copy.deepcopy(model))
@@ -175,8 +185,7 @@ def test_accelerator_prepares_afterwards() -> None:
     assert accelerator.unwrap_model(prepared) is model
 
 
-def test_accelerator_may_rebuild_the_masked_lm_output() -> None:
-    accelerate = pytest.importorskip("accelerate")
+def test_accelerator_may_rebuild_the_masked_lm_output(accelerate: Any) -> None:
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(_optimized(head="MaskedLM"))
     output = model(**tiny.batch("Bert", "MaskedLM").kwargs)

@@ -66,7 +66,9 @@ class Blocked:
         if name.split(".")[0] == "stoker":
             raise ImportError("stoker is not to be used here")
 sys.meta_path.insert(0, Blocked())
-import json, torch
+import json, os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch would load Stoker's backend by its entry point
+import torch
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 folder, question, context = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(folder)
