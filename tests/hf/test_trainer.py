@@ -15,7 +15,7 @@ import transformers
 from hf import tiny
 from stoker.errors import UserError
 from stoker.hf import checkpoints
-from stoker.hf.meter import Work, training_flops
+from stoker.hf.meter import Meter, Work, training_flops
 from stoker.hf.trainer import NonFiniteLoss
 from stoker.report.log import read_run
 
@@ -218,3 +218,17 @@ def test_work_counts_products_and_attention() -> None:
     assert work.per_token == 6 * linear
     assert work.per_pair == 12 * 2 * 32
     assert training_flops(work, torch.tensor([3, 5])) == work.per_token * 8 + work.per_pair * 34
+
+
+def test_a_peak_that_is_exceeded_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    shares = []
+    for peak in (1e15, 1e-3):
+        meter = Meter(Work(6.0, 0.0), peak)
+        for _ in range(2):
+            meter.batch(batch)
+            with caplog.at_level("WARNING", logger="stoker"):
+                shares.append(meter.take().get("share_of_peak"))
+    assert shares[:2] == [pytest.approx(0.0, abs=1e-3)] * 2
+    assert shares[2:] == [None, None]
+    assert caplog.text.count("doctor --fresh") == 1

@@ -6,7 +6,7 @@ raised by computing padding.
 
 from __future__ import annotations
 
-import math
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,8 @@ from stoker.machine import this_machine
 from stoker.machine.rates import known
 
 __all__ = ["Meter", "Work", "training_flops"]
+
+log = logging.getLogger("stoker")
 
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
 
@@ -94,6 +96,18 @@ class Meter:
         """Time that was not training: evaluation, writing of checkpoints."""
         self._paused += seconds
 
+    def _share(self, rate: float) -> dict[str, float]:
+        if self.peak is None:
+            return {}
+        if rate > 1.05 * self.peak:
+            # Nothing exceeds a peak; this one was measured while the machine did something else.
+            log.warning(
+                "training is faster than the peak that was measured here; `stoker doctor --fresh` measures again"
+            )
+            self.peak = None
+            return {}
+        return {"share_of_peak": round(rate / self.peak, 4)}
+
     def take(self) -> dict[str, float]:
         """The figures since the last call, for the log."""
         now = time.perf_counter()
@@ -105,8 +119,7 @@ class Meter:
                 "samples_per_second": round(self.rows / seconds, 2),
                 "padding_avoided": round(1.0 - self.tokens / max(self.padded, 1), 4),
             }
-            if self.peak and math.isfinite(self.peak):
-                figures["share_of_peak"] = round(self.flops / seconds / self.peak, 4)
+            figures |= self._share(self.flops / seconds)
             known_phases = sum(value for name, value in self.phases.items() if name != "rest")
             self.phases["rest"] = max(seconds - known_phases, 0.0)
         self.total_tokens += self.tokens
