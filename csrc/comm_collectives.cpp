@@ -11,6 +11,8 @@ namespace {
 
 constexpr std::int64_t kSmall = 32 << 10;  // up to here every rank reduces everything: one wait instead of two
 
+constexpr std::int64_t kBlockBytes = 16 << 10;
+
 std::int64_t pieces_of(std::int64_t total, std::int64_t each) { return std::max<std::int64_t>(1, (total + each - 1) / each); }
 
 // Where share `index` of `shares` begins in a piece of `count` elements; on cache lines, whatever the type.
@@ -35,7 +37,7 @@ void Group::allreduce_small(void* data, std::int64_t count, int type, int op, in
       await_copied(rank, piece);
       sources[rank] = slot(rank, piece);
     }
-    reduce(type, op, sources, ranks_, data, nullptr, count);
+    reduce(type, op, sources, ranks_, data, count);
   }
   taken(piece);
 }
@@ -59,8 +61,8 @@ void Group::allreduce(void* data, std::int64_t count, int type, int op, int root
     const std::uint32_t piece = first + static_cast<std::uint32_t>(k);
     claim(piece);
     const std::int64_t n = length(k), from = cut(n, rank_, ranks_), to = cut(n, rank_ + 1, ranks_);
-    copy(slot(rank_, piece), here(k, 0), from * size);
-    copy(slot(rank_, piece) + to * size, here(k, to), (n - to) * size);
+    put(slot(rank_, piece), here(k, 0), from * size);
+    put(slot(rank_, piece) + to * size, here(k, to), (n - to) * size);
     copied(piece);
   };
   const auto reduce_share = [&](std::int64_t k) {
@@ -72,10 +74,19 @@ void Group::allreduce(void* data, std::int64_t count, int type, int op, int root
       sources[rank] = rank == rank_ ? here(k, from) : slot(rank, piece) + from * size;
     }
     char* result = slot(rank_, piece) + from * size;
-    if (receives)
-      reduce(type, op, sources, ranks_, here(k, from), result, to - from);
-    else
-      reduce(type, op, sources, ranks_, result, nullptr, to - from);
+    if (!receives) {
+      reduce(type, op, sources, ranks_, result, to - from);
+    } else {
+      // In blocks, so that the copy for the others reads what the first-level cache still holds.
+      const std::int64_t block = kBlockBytes / size;
+      for (std::int64_t at = from; at < to; at += block) {
+        const std::int64_t some = std::min(block, to - at);
+        reduce(type, op, sources, ranks_, here(k, at), some);
+        put(result, here(k, at), some * size);
+        result += some * size;
+        for (int rank = 0; rank < ranks_; ++rank) sources[rank] = static_cast<const char*>(sources[rank]) + some * size;
+      }
+    }
     reduced(piece);
   };
   const auto copy_out = [&](std::int64_t k) {
@@ -114,8 +125,8 @@ void Group::reduce_scatter(const void* const* from, void* to, const std::int64_t
     claim(piece);
     for (int rank = 0; rank < ranks_; ++rank)
       if (rank != rank_)
-        copy(slot(rank_, piece) + rank * each * size, static_cast<const char*>(from[rank]) + k * each * size,
-             length(rank, k) * size);
+        put(slot(rank_, piece) + rank * each * size, static_cast<const char*>(from[rank]) + k * each * size,
+            length(rank, k) * size);
     copied(piece);
   };
   const auto reduce_share = [&](std::int64_t k) {
@@ -126,7 +137,7 @@ void Group::reduce_scatter(const void* const* from, void* to, const std::int64_t
       sources[rank] = rank == rank_ ? static_cast<const char*>(from[rank]) + k * each * size
                                     : slot(rank, piece) + rank_ * each * size;
     }
-    reduce(type, op, sources, ranks_, static_cast<char*>(to) + k * each * size, nullptr, length(rank_, k));
+    reduce(type, op, sources, ranks_, static_cast<char*>(to) + k * each * size, length(rank_, k));
     taken(piece);
   };
   for (std::int64_t k = 0; k < pieces + 1; ++k) {
@@ -149,7 +160,7 @@ void Group::allgather(const void* from, void* const* to, const std::int64_t* byt
     const std::uint32_t piece = piece_++;
     const std::int64_t at = k * slot_bytes_;
     claim(piece);
-    copy(slot(rank_, piece), static_cast<const char*>(from) + at, length(rank_, at));
+    put(slot(rank_, piece), static_cast<const char*>(from) + at, length(rank_, at));
     copied(piece);
     copy(static_cast<char*>(to[rank_]) + at, static_cast<const char*>(from) + at, length(rank_, at));
     for (int step = 1; step < ranks_; ++step) {
@@ -171,7 +182,7 @@ void Group::broadcast(void* data, std::int64_t bytes, int root) {
     const std::int64_t at = k * each, n = std::min(each, bytes - at);
     if (rank_ == root) {
       claim(piece);
-      copy(slot(root, piece), static_cast<char*>(data) + at, n);
+      put(slot(root, piece), static_cast<char*>(data) + at, n);
       copied(piece);
     } else {
       await_copied(root, piece);
@@ -189,7 +200,7 @@ void Group::gather(const void* from, void* const* to, std::int64_t bytes, int ro
     const std::int64_t at = k * slot_bytes_, n = std::min(slot_bytes_, bytes - at);
     if (rank_ != root) {
       claim(piece);
-      copy(slot(rank_, piece), static_cast<const char*>(from) + at, n);
+      put(slot(rank_, piece), static_cast<const char*>(from) + at, n);
       copied(piece);
     } else {
       for (int rank = 0; rank < ranks_; ++rank) {
@@ -211,8 +222,8 @@ void Group::scatter(const void* const* from, void* to, std::int64_t bytes, int r
     if (rank_ == root) {
       claim(piece);
       for (int rank = 0; rank < ranks_; ++rank)
-        copy(rank == root ? static_cast<char*>(to) + at : slot(root, piece) + rank * each,
-             static_cast<const char*>(from[rank]) + at, n);
+        put(rank == root ? static_cast<char*>(to) + at : slot(root, piece) + rank * each,
+            static_cast<const char*>(from[rank]) + at, n);
       copied(piece);
     } else {
       await_copied(root, piece);
@@ -235,8 +246,8 @@ void Group::alltoall(const void* const* from, const std::int64_t* sent, void* co
     const std::int64_t at = k * each;
     claim(piece);
     for (int rank = 0; rank < ranks_; ++rank)
-      copy(rank == rank_ ? static_cast<char*>(to[rank]) + at : slot(rank_, piece) + rank * each,
-           static_cast<const char*>(from[rank]) + at, std::clamp<std::int64_t>(sent[rank] - at, 0, each));
+      put(rank == rank_ ? static_cast<char*>(to[rank]) + at : slot(rank_, piece) + rank * each,
+          static_cast<const char*>(from[rank]) + at, std::clamp<std::int64_t>(sent[rank] - at, 0, each));
     copied(piece);
     for (int step = 1; step < ranks_; ++step) {
       const int rank = (rank_ + step) % ranks_;

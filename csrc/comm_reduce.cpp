@@ -132,7 +132,7 @@ inline W combine(W a, W b) {
 }
 
 template <typename T, int op>
-void run(const void* const* sources, int ranks, void* out, void* twin, std::int64_t count) {
+void run(const void* const* sources, int ranks, void* out, std::int64_t count) {
   using Wide = typename Storage<T>::Wide;
   constexpr bool kPlain = std::is_same_v<Wide, T>;  // no conversion: two ranks go in one pass, without a block in between
   if constexpr (kPlain && op != kAvg) {
@@ -140,13 +140,18 @@ void run(const void* const* sources, int ranks, void* out, void* twin, std::int6
       const T* a = static_cast<const T*>(sources[0]);
       const T* b = static_cast<const T*>(sources[1]);
       T* to = static_cast<T*>(out);
-      T* second = static_cast<T*>(twin ? twin : out);
 #pragma omp simd
-      for (std::int64_t i = 0; i < count; ++i) {
-        const T value = combine<op>(a[i], b[i]);
-        to[i] = value;
-        second[i] = value;
-      }
+      for (std::int64_t i = 0; i < count; ++i) to[i] = combine<op>(a[i], b[i]);
+      return;
+    }
+  }
+  if constexpr (std::is_same_v<T, bf16> && op != kAvg) {
+    if (ranks == 2) {
+      const bf16* a = static_cast<const bf16*>(sources[0]);
+      const bf16* b = static_cast<const bf16*>(sources[1]);
+      bf16* to = static_cast<bf16*>(out);
+#pragma omp simd
+      for (std::int64_t i = 0; i < count; ++i) store(to + i, combine<op>(load(a[i]), load(b[i])));
       return;
     }
   }
@@ -169,21 +174,20 @@ void run(const void* const* sources, int ranks, void* out, void* twin, std::int6
       for (std::int64_t i = 0; i < n; ++i) total[i] = static_cast<Wide>(total[i] / divisor);
     }
     Storage<T>::narrow(total, static_cast<T*>(out) + start, n);
-    if (twin) std::memcpy(static_cast<T*>(twin) + start, static_cast<T*>(out) + start, n * sizeof(T));
   }
 }
 
 template <typename T>
-void for_op(int op, const void* const* sources, int ranks, void* out, void* twin, std::int64_t count) {
+void for_op(int op, const void* const* sources, int ranks, void* out, std::int64_t count) {
   switch (op) {
-    case kSum: return run<T, kSum>(sources, ranks, out, twin, count);
-    case kAvg: return run<T, kAvg>(sources, ranks, out, twin, count);
-    case kProduct: return run<T, kProduct>(sources, ranks, out, twin, count);
-    case kMin: return run<T, kMin>(sources, ranks, out, twin, count);
-    case kMax: return run<T, kMax>(sources, ranks, out, twin, count);
-    case kAnd: return run<T, kAnd>(sources, ranks, out, twin, count);
-    case kOr: return run<T, kOr>(sources, ranks, out, twin, count);
-    case kXor: return run<T, kXor>(sources, ranks, out, twin, count);
+    case kSum: return run<T, kSum>(sources, ranks, out, count);
+    case kAvg: return run<T, kAvg>(sources, ranks, out, count);
+    case kProduct: return run<T, kProduct>(sources, ranks, out, count);
+    case kMin: return run<T, kMin>(sources, ranks, out, count);
+    case kMax: return run<T, kMax>(sources, ranks, out, count);
+    case kAnd: return run<T, kAnd>(sources, ranks, out, count);
+    case kOr: return run<T, kOr>(sources, ranks, out, count);
+    case kXor: return run<T, kXor>(sources, ranks, out, count);
   }
 }
 
@@ -214,18 +218,18 @@ bool reducible(int type, int op) {
   return op != kAvg || type < kI8;  // the mean of integers is rarely an integer
 }
 
-void reduce(int type, int op, const void* const* sources, int ranks, void* out, void* twin, std::int64_t count) {
+void reduce(int type, int op, const void* const* sources, int ranks, void* out, std::int64_t count) {
   switch (type) {
-    case kF32: return for_op<float>(op, sources, ranks, out, twin, count);
-    case kF64: return for_op<double>(op, sources, ranks, out, twin, count);
-    case kBF16: return for_op<bf16>(op, sources, ranks, out, twin, count);
-    case kF16: return for_op<f16>(op, sources, ranks, out, twin, count);
-    case kI8: return for_op<std::int8_t>(op, sources, ranks, out, twin, count);
-    case kU8: return for_op<std::uint8_t>(op, sources, ranks, out, twin, count);
-    case kI16: return for_op<std::int16_t>(op, sources, ranks, out, twin, count);
-    case kI32: return for_op<std::int32_t>(op, sources, ranks, out, twin, count);
-    case kI64: return for_op<std::int64_t>(op, sources, ranks, out, twin, count);
-    case kBool: return for_op<boolean>(boolean_op(op), sources, ranks, out, twin, count);
+    case kF32: return for_op<float>(op, sources, ranks, out, count);
+    case kF64: return for_op<double>(op, sources, ranks, out, count);
+    case kBF16: return for_op<bf16>(op, sources, ranks, out, count);
+    case kF16: return for_op<f16>(op, sources, ranks, out, count);
+    case kI8: return for_op<std::int8_t>(op, sources, ranks, out, count);
+    case kU8: return for_op<std::uint8_t>(op, sources, ranks, out, count);
+    case kI16: return for_op<std::int16_t>(op, sources, ranks, out, count);
+    case kI32: return for_op<std::int32_t>(op, sources, ranks, out, count);
+    case kI64: return for_op<std::int64_t>(op, sources, ranks, out, count);
+    case kBool: return for_op<boolean>(boolean_op(op), sources, ranks, out, count);
   }
 }
 

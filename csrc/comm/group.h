@@ -16,6 +16,14 @@ namespace stoker::comm {
 
 enum Kind : int { kAllreduce, kReduce, kReduceScatter, kAllgather, kBroadcast, kGather, kScatter, kAlltoall, kBarrier };
 
+// Which kind of store is faster on the way to the other ranks: both are timed in turns on real pieces, now and then anew.
+struct Trial {
+  static constexpr int kEach = 8, kFirst = 8, kUntilNext = 1 << 15;
+  double seconds_per_byte[2][kEach];
+  int done = -kFirst;  // the slots' first round is not typical: nobody has read them yet
+  bool streaming = false;
+};
+
 class Group {
  public:
   Group(Segment segment, int rank);
@@ -48,6 +56,7 @@ class Group {
   void begin(int kind, int type, int op, int root, std::int64_t count);
   void allreduce_small(void* data, std::int64_t count, int type, int op, int root);
   void publish(Counter& counter, std::uint32_t value);
+  void put(void* to, const void* from, std::int64_t bytes);  // into a slot, cached or past the cache, as measures faster
   void claim(std::uint32_t piece);  // my slot for `piece` may be written
   void copied(std::uint32_t piece) { publish(mine().copied, piece + 1); }
   void reduced(std::uint32_t piece) { publish(mine().reduced, piece + 1); }
@@ -74,6 +83,7 @@ class Group {
   std::vector<std::uint64_t> verified_;  // per rank: up to which operation its signatures were compared
   std::vector<double> waited_for_;
   double waited_ = 0.0;
+  Trial trial_;
   int spin_;
   bool spin_useful_;
   Clock::duration timeout_;

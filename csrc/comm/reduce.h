@@ -15,7 +15,7 @@ bool reducible(int type, int op);      // whether the pair makes sense
 const char* type_name(int type);
 const char* op_name(int op);
 
-// out[i] = op over sources[0..ranks)[i]; `twin`, if given, gets the same. `out` may be one of the sources.
-void reduce(int type, int op, const void* const* sources, int ranks, void* out, void* twin, std::int64_t count);
+// out[i] = op over sources[0..ranks)[i]. `out` may be one of the sources.
+void reduce(int type, int op, const void* const* sources, int ranks, void* out, std::int64_t count);
 
 }  // namespace stoker::comm
