@@ -342,9 +342,8 @@ GROUPS: list[Callable[[], Iterator[Case]]] = [
 
 
 def measured_limits() -> dict[str, float]:
-    """What doctor measured on this machine, or measures now."""
-    machine = this_machine()
-    found = machine_rates.known(machine) or machine_rates.measure(machine)
+    """Measured now, as `stoker doctor --fresh` does: an old figure may come from a busier hour."""
+    found = machine_rates.measure(this_machine())
     return {"GB/s": found.bandwidth_all, "GFLOP/s": found.fp32_all}
 
 

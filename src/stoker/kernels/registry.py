@@ -59,18 +59,64 @@ def define(
 def _autograd_function(
     name: str, kernel: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """`kernel` with its gradient as a torch.autograd.Function: what torch.library builds too, less the dispatcher."""
+    """`kernel` with its gradient as a torch.autograd.Function: what torch.library builds too, less the dispatcher.
+
+    A Function sees tensors only among its own arguments, so lists travel item by item; their lengths come last, so that
+    `needs_input_grad` counts as the operator's schema does.
+    """
 
     # With `forward` and `setup_context` apart, torch inspects the signature of `forward` at every call.
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Any, *flat_and_lengths: Any) -> Any:
+        *flat, lengths = flat_and_lengths
+        args = _gather(lengths, flat)
         output = kernel(*args)
+        ctx.lengths = lengths
         if setup_context is not None:
             setup_context(ctx, args, output)
         return output
 
-    once = torch.autograd.function.once_differentiable(backward)
-    body = {"forward": staticmethod(forward), "backward": staticmethod(once)}
-    return type(f"stoker_{name}", (torch.autograd.Function,), body).apply  # type: ignore[attr-defined, no-any-return]
+    @torch.autograd.function.once_differentiable
+    def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        found = backward(ctx, *grads)
+        if not isinstance(found, tuple):
+            found = (found,)
+        return *_scatter(found, ctx.lengths), None
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(flat_backward)}
+    apply = type(f"stoker_{name}", (torch.autograd.Function,), body).apply  # type: ignore[attr-defined]
+
+    def direct(*args: Any) -> Any:
+        lengths = tuple(len(arg) if isinstance(arg, list) else _NO_LIST for arg in args)
+        return apply(*_scatter(args, lengths), lengths)
+
+    return direct
+
+
+_NO_LIST = -1
+
+
+def _scatter(args: tuple[Any, ...], lengths: tuple[int, ...]) -> list[Any]:
+    """`args` with the items of their lists one by one."""
+    flat: list[Any] = []
+    for arg, length in zip(args, lengths, strict=True):
+        if length == _NO_LIST:
+            flat.append(arg)
+        else:
+            flat.extend(arg if arg is not None else [None] * length)
+    return flat
+
+
+def _gather(lengths: tuple[int, ...], flat: list[Any]) -> tuple[Any, ...]:
+    """The reverse of `_scatter`."""
+    args, position = [], 0
+    for length in lengths:
+        if length == _NO_LIST:
+            args.append(flat[position])
+            position += 1
+        else:
+            args.append(list(flat[position : position + length]))
+            position += length
+    return tuple(args)
 
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype})
@@ -79,11 +125,14 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, flo
 def plain(args: tuple[Any, ...]) -> bool:
     """Whether these are ordinary CPU arguments and no mode or transform of torch wants to see the call."""
     return (
-        all(type(arg) in _PLAIN_TYPES for arg in args)
-        and not torch._C._len_torch_dispatch_stack()
+        not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
-        and all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
+        and all(all(map(_plain, arg)) if type(arg) is list else _plain(arg) for arg in args)
     )
+
+
+def _plain(arg: Any) -> bool:
+    return type(arg) in _PLAIN_TYPES and (not isinstance(arg, Tensor) or arg.device.type == "cpu")
 
 
 def check_tensor(
