@@ -7,6 +7,7 @@ rank gets the same number of examples, dealt longest first to the rank with the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -47,7 +48,9 @@ class TokenBalancedSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        sampler: Any = None,
     ) -> None:
+        """`sampler`: whose order to take instead of an own one; if it has set_epoch, that is called for every epoch."""
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         if not 0 <= rank < ranks:
@@ -59,6 +62,7 @@ class TokenBalancedSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
+        self.sampler = sampler
         self.epoch = 0
         self.start = 0
 
@@ -78,10 +82,23 @@ class TokenBalancedSampler(Sampler[list[int]]):
 
     def order(self) -> list[int]:
         """The examples of this epoch, in the order in which the global batches take them."""
+        if self.sampler is not None:
+            if hasattr(self.sampler, "set_epoch"):
+                self.sampler.set_epoch(self.epoch)
+            return list(self.sampler)
         if not self.shuffle:
             return list(range(len(self.lengths)))
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(len(self.lengths), generator=generator).tolist()
+
+    def weight(self, step: int) -> float:
+        """What this rank's mean loss counts in step `step` of an epoch, so that the mean over ranks is that over examples.
+
+        It is 1 but for a short last batch, where ranks may have different numbers of examples, or none of their own.
+        """
+        total = min(len(self.lengths) - step * self.batch_size * self.ranks, self.batch_size * self.ranks)
+        mine = total // self.ranks + (self.rank < total % self.ranks)
+        return mine * self.ranks / total
 
     def __iter__(self) -> Iterator[list[int]]:
         order, each = self.order(), self.batch_size * self.ranks

@@ -14,6 +14,9 @@ __all__ = ["COMPRESSIONS", "Bf16Hook", "compress_gradients"]
 
 COMPRESSIONS = ("none", "bf16", "bf16-feedback", "powersgd")
 
+# PyTorch's own 1,000 steps before PowerSGD begins would be a whole fine-tuning run; its paper needs a few to settle.
+_POWERSGD_FROM_STEP = 10
+
 
 class Bf16Hook:
     """A DDP communication hook that sends gradients as bf16. It keeps the rounding errors if `feedback` is set."""
@@ -32,9 +35,9 @@ class Bf16Hook:
             error = self._errors.get(bucket.index())
             if error is not None and error.shape == gradient.shape:  # DDP rebuilds its buckets after the first step
                 gradient.add_(error)
-        small = gradient.div(ranks).to(torch.bfloat16)
+        small = torch.div(gradient, ranks, out=torch.empty_like(gradient, dtype=torch.bfloat16))
         if self._feedback:
-            self._errors[bucket.index()] = gradient - small.to(gradient.dtype) * ranks
+            self._errors[bucket.index()] = torch.sub(gradient, small, alpha=ranks)
         future = dist.all_reduce(small, group=group, async_op=True).get_future()
 
         def widen(done: torch.futures.Future[Any]) -> torch.Tensor:
@@ -42,6 +45,25 @@ class Bf16Hook:
 
         result: torch.futures.Future[torch.Tensor] = future.then(widen)
         return result
+
+
+class _AtOnce:
+    """A process group whose allreduce is done when it returns.
+
+    PyTorch's PowerSGD starts one allreduce within the callback of another and waits for it there. Callbacks run in the
+    thread that communicates, which would then wait for itself. What is done already runs its callbacks at once instead.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def size(self) -> int:
+        return int(self._group.size())
+
+    def allreduce(self, *args: Any, **named: Any) -> Any:
+        work = self._group.allreduce(*args, **named)
+        work.wait()
+        return work
 
 
 def compress_gradients(model: torch.nn.parallel.DistributedDataParallel, name: str, *, rank_of_matrix: int = 4) -> None:
@@ -53,5 +75,9 @@ def compress_gradients(model: torch.nn.parallel.DistributedDataParallel, name: s
     elif name == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-        state = powerSGD_hook.PowerSGDState(model.process_group, matrix_approximation_rank=rank_of_matrix)
+        state = powerSGD_hook.PowerSGDState(
+            _AtOnce(model.process_group),
+            matrix_approximation_rank=rank_of_matrix,
+            start_powerSGD_iter=_POWERSGD_FROM_STEP,
+        )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -7,12 +7,16 @@ The model must not be wrapped in DDP: nothing is sent between the averages.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 __all__ = ["LocalSGD"]
+
+_PIECE = 16 << 20  # elements sent at once: 64 MB, so that the next piece is prepared while the last is on the wire
 
 
 class LocalSGD:
@@ -25,8 +29,10 @@ class LocalSGD:
         *,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        wire: torch.dtype | None = None,
         group: Any = None,
     ) -> None:
+        """`wire`: the type in which moves are sent, torch.bfloat16 for half the bytes; None for the weights' own."""
         if every < 1:
             raise ValueError(f"every={every} must be at least 1 step")
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -35,6 +41,10 @@ class LocalSGD:
         self.outer_lr = outer_lr
         self.outer_momentum = outer_momentum
         self.steps = 0
+        self.waited = 0.0
+        """Seconds the last average took, from this rank's arrival on."""
+        self._averaged_at = 0
+        self._wire = wire
         self._group = group
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         with torch.no_grad():
@@ -47,6 +57,11 @@ class LocalSGD:
     def _world(self) -> Any:
         return self._group if self._group is not None else dist.group.WORLD
 
+    @property
+    def agreed(self) -> bool:
+        """Whether all ranks hold the same weights: no step since the last average."""
+        return self.steps == self._averaged_at
+
     def step(self) -> bool:
         self.steps += 1
         if self.steps % self.every:
@@ -57,22 +72,52 @@ class LocalSGD:
     @torch.no_grad()
     def average(self) -> None:
         """Averages now; also to be called at the end of training and before a checkpoint."""
+        begin = time.perf_counter()
         ranks = dist.get_world_size(self._group)
-        moves = [anchor - p for anchor, p in zip(self._anchor, self._parameters, strict=True)]
-        works = [dist.all_reduce(move, group=self._group, async_op=True) for move in moves]
-        for i, (work, move) in enumerate(zip(works, moves, strict=True)):
+        sent = [self._send(piece, ranks) for piece in _pieces(self._anchor)]
+        for piece, move, work in sent:
             work.wait()
-            move /= ranks
-            if self.outer_momentum:
-                self._velocity[i].mul_(self.outer_momentum).add_(move)
-                move.add_(self._velocity[i], alpha=self.outer_momentum)
-            self._anchor[i].sub_(move, alpha=self.outer_lr)
-            self._parameters[i].copy_(self._anchor[i])
+            at = 0
+            for i in piece:
+                anchor, parameter = self._anchor[i], self._parameters[i]
+                mean = move[at : at + anchor.numel()].view_as(anchor).to(anchor.dtype)
+                at += anchor.numel()
+                if self.outer_momentum:
+                    self._velocity[i].mul_(self.outer_momentum).add_(mean)
+                    mean = mean.add(self._velocity[i], alpha=self.outer_momentum)
+                anchor.sub_(mean, alpha=self.outer_lr)
+                parameter.copy_(anchor)
+        self._averaged_at = self.steps
+        self.waited = time.perf_counter() - begin
+
+    def _send(self, piece: Sequence[int], ranks: int) -> tuple[Sequence[int], torch.Tensor, Any]:
+        """Puts the moves of some parameters into one tensor and on the way to the others."""
+        anchors = [self._anchor[i] for i in piece]
+        move = torch.empty(sum(a.numel() for a in anchors), dtype=self._wire or anchors[0].dtype)
+        at = 0
+        for i, anchor in zip(piece, anchors, strict=True):
+            move[at : at + anchor.numel()] = (anchor - self._parameters[i]).div_(ranks).view(-1)
+            at += anchor.numel()
+        return piece, move, dist.all_reduce(move, group=self._group, async_op=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "anchor": self._anchor, "velocity": self._velocity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
+        self.steps = self._averaged_at = state["steps"]
         for mine, theirs in zip([*self._anchor, *self._velocity], [*state["anchor"], *state["velocity"]], strict=True):
             mine.copy_(theirs)
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Positions of tensors of one type that together are not much larger than a piece."""
+    piece: list[int] = []
+    size = 0
+    for i, tensor in enumerate(tensors):
+        if piece and (size + tensor.numel() > _PIECE or tensor.dtype != tensors[piece[0]].dtype):
+            yield piece
+            piece, size = [], 0
+        piece.append(i)
+        size += tensor.numel()
+    if piece:
+        yield piece

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 
+from stoker.comm.compression import COMPRESSIONS
 from stoker.hf.retired import RETIRED, Retired
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
@@ -33,6 +34,12 @@ def _retired_field(row: Retired) -> tuple[str, Any, Any]:
 _RetiredWords: Any = dataclasses.make_dataclass(
     "_RetiredWords", [_retired_field(row) for row in RETIRED if row.name not in _TODAY]
 )
+_DISTRIBUTED: tuple[tuple[str, Any, Any], ...] = (
+    ("gradient_compression", str, None),
+    ("local_sgd", int, None),
+    ("local_sgd_outer_lr", float, 1.0),
+    ("local_sgd_outer_momentum", float, 0.0),
+)
 _BACKENDS = ["nccl", "gloo", "mpi", "ccl", "xccl", "hccl", "cncl", "mccl"]
 
 
@@ -50,12 +57,34 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
     stop_on_nan: bool = field(
         default=True, metadata={"help": "Stop when the loss is NaN or infinite, and name the examples of that batch."}
     )
+    gradient_compression: str | None = field(
+        default=None,
+        metadata={
+            "help": "How gradients travel between processes: bf16 (half the bytes), bf16-feedback (rounding errors are "
+            "kept for the next step), powersgd (low rank), none.",
+            "choices": list(COMPRESSIONS),
+        },
+    )
+    local_sgd: int | None = field(
+        default=None,
+        metadata={"help": "Average the weights of the processes every so many steps instead of the gradients of each."},
+    )
+    local_sgd_outer_lr: float | None = field(
+        default=None, metadata={"help": "How far to go towards the average (1.0; DiLoCo: 0.7)."}
+    )
+    local_sgd_outer_momentum: float | None = field(
+        default=None, metadata={"help": "Nesterov momentum of the averages (0.0; DiLoCo: 0.9)."}
+    )
+    balance_tokens: bool = field(
+        default=True, metadata={"help": "Deal each global batch so that every process gets about as many tokens."}
+    )
 
     def __post_init__(self) -> None:
         said = [self._understand(row) for row in RETIRED if getattr(self, row.name, None) is not None]
         if not torch.accelerator.is_available():
             # Without this, transformers refuses bf16, and several processes started by mpirun would not find each other.
             self.use_cpu = True
+        self._take_distributed_words()
         backend = self._choose_backend(said)
         if self.use_cpu:
             self._join(backend)
@@ -86,6 +115,23 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
         elif row.name == "overwrite_output_dir" and not value:
             return ""
         return f"{row.name}: {row.now}"
+
+    def _take_distributed_words(self) -> None:
+        """What `stoker launch` was told for scripts that do not know these words, then the defaults."""
+        for name, kind, default in _DISTRIBUTED:
+            told = os.environ.get(f"STOKER_{name.upper()}")
+            if getattr(self, name) is None:
+                setattr(self, name, kind(told) if told else default)
+        if self.gradient_compression not in (None, *COMPRESSIONS):
+            raise ValueError(
+                f"gradient_compression is {self.gradient_compression!r}; choose one of {', '.join(COMPRESSIONS)}"
+            )
+        if self.local_sgd is not None and self.local_sgd < 0:
+            raise ValueError(f"local_sgd is {self.local_sgd}; it must be a number of steps, or 0 for none")
+        if self.local_sgd and self.gradient_compression == "powersgd":
+            raise ValueError(
+                "gradient_compression powersgd cannot be had with local_sgd, which sends no gradients; use bf16"
+            )
 
     def _choose_backend(self, said: list[str]) -> str | None:
         if self.ddp_backend == "ccl" and not torch.distributed.is_backend_available("ccl"):

@@ -28,6 +28,7 @@ from stoker.errors import UserError
 from stoker.hf import checkpoints, resume
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.batches import EpochBatches, lengths_of
+from stoker.hf.distributed import Ranks, averages_own_loss
 from stoker.hf.interrupts import Interrupted, Interrupts
 from stoker.hf.meter import Meter
 from stoker.hf.record import Recorder
@@ -61,6 +62,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._pushes: list[str] = []
         self.resume_command: str | None = None
         self.recorder = Recorder(self)
+        self.ranks = Ranks(self)
+        if self.model is not None and averages_own_loss(self.model):
+            self.model_accepts_loss_kwargs = False
         self.add_callback(_Watch(self))
 
     # The model, optimised
@@ -86,7 +90,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if self._optimized is not self.model:
             self._optimize()
-        return super()._wrap_model(model, training=training)
+        wrapped = super()._wrap_model(model, training=training)
+        if training:
+            self.ranks.before_wrapping()
+        return wrapped
 
     # Batches
 
@@ -95,7 +102,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         similar = getattr(self.args, "train_sampling_strategy", "random") == "group_by_length"
         dataset = self.train_dataset
         if not (tokens or similar) or dataset is None or isinstance(dataset, torch.utils.data.IterableDataset):
-            return super().get_train_dataloader()
+            loader = super().get_train_dataloader()
+            return loader if similar or tokens else self.ranks.balance(loader)
         try:
             self._batches = EpochBatches(
                 lengths_of(dataset, self.args.length_column_name),
@@ -130,6 +138,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         meter.batch(inputs)
         begin, forward = time.perf_counter(), meter.phases["forward"]
         loss: torch.Tensor = super().training_step(model, inputs, *args, **named)
+        self.ranks.backward_ended()
         meter.phases["backward"] += time.perf_counter() - begin - (meter.phases["forward"] - forward)
         if getattr(self.args, "stop_on_nan", True) and not bool(torch.isfinite(loss).all()):
             raise NonFiniteLoss(self._nan_sentence(f"the loss is {loss.mean().item()}"))
@@ -139,9 +148,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def compute_loss(self, *args: Any, **named: Any) -> Any:
         begin = time.perf_counter()
         result = super().compute_loss(*args, **named)
-        if self._meter is not None and self.model.training:
-            self._meter.phases["forward"] += time.perf_counter() - begin
-        return result
+        if self._meter is None or not self.model.training:
+            return result
+        self._meter.phases["forward"] += time.perf_counter() - begin
+        if (weight := self._loss_weight()) == 1.0 or isinstance(result, tuple):
+            return result
+        return result * weight
+
+    def _loss_weight(self) -> float:
+        """Makes the mean over ranks the mean over examples where the last batch of an epoch leaves ranks unequal."""
+        if self.ranks.balanced is None or self.model_accepts_loss_kwargs or self.compute_loss_func is not None:
+            return 1.0
+        return self.ranks.loss_weight(self._epoch_and_position(len(self.ranks.balanced))[1])
 
     def _nan_sentence(self, finding: str) -> str:
         step = self.state.global_step + 1
@@ -159,10 +177,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         sampler = getattr(loader, "batch_sampler", None)
         if sampler is None or not hasattr(loader, "__len__"):
             return []
-        accumulation = self.args.gradient_accumulation_steps
-        updates = max(-(-len(loader) // accumulation), 1)
-        epoch = self.state.global_step // updates
-        position = (self.state.global_step % updates) * accumulation + self._micro_step
+        epoch, position = self._epoch_and_position(len(loader))
         owners: tuple[Any, ...] = (loader, sampler, getattr(sampler, "sampler", None))
         for owner in owners:
             if hasattr(owner, "set_epoch"):
@@ -173,6 +188,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return []
         name = getattr(self.train_dataset, "example_ids", None)
         return [str(one) for one in (name(indices) if name is not None else indices)]
+
+    def _epoch_and_position(self, batches: int) -> tuple[int, int]:
+        """Which micro-batch of which epoch is being computed."""
+        accumulation = self.args.gradient_accumulation_steps
+        updates = max(-(-batches // accumulation), 1)
+        epoch, update = divmod(self.state.global_step, updates)
+        return epoch, update * accumulation + self._micro_step
 
     # Evaluation
 
@@ -206,6 +228,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
             raise
         finally:
+            self.ranks.train_ends()
             self._meter = None
 
     def _checkpoint_to_resume(self, folder: Path, asked: str | bool | None) -> Path | None:
@@ -222,6 +245,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 log.warning("%s is from a run that differs, so this is not its exact continuation: %s",
                             checkpoint, "; ".join(changed))  # fmt: skip
         return checkpoint
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.ranks.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.ranks.load(checkpoint)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staged) if self._staged is not None else str(super()._get_output_dir(trial))
@@ -335,6 +366,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
         if self._meter is not None and "loss" in logs:
             logs.update(self._meter.take())
+            logs.update(self.ranks.told())
         super().log(logs, *args, **named)
 
 
@@ -344,18 +376,25 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._mark = 0.0
+        self._held: set[str] = set()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.trainer.ranks.train_begins()
         self.trainer.recorder.train_begins()
         if self.trainer._meter is not None:
             self.trainer._meter.take()  # loading and preparing is not training
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        if self.trainer._batches is not None:
-            self.trainer._batches.set_epoch(int(state.epoch or 0))
+        for batches in (self.trainer._batches, self.trainer.ranks.balanced):
+            if batches is not None:
+                batches.set_epoch(int(state.epoch or 0))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.trainer.ranks.epoch_ends()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self.trainer._micro_step = 0
+        self.trainer.ranks.step_begins()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self._mark = time.perf_counter()
@@ -365,7 +404,13 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             self.trainer._meter.phases["optimizer"] += time.perf_counter() - self._mark
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        interrupts = self.trainer._interrupts
+        interrupts, ranks = self.trainer._interrupts, self.trainer.ranks
+        meet = ranks.meets(last=control.should_training_stop)
+        ranks.step_ends()
+        if ranks.local is not None:
+            self._hold(control, meet)
+            if not meet:
+                return
         if args.world_size > 1:
             # Every rank must stop after the same step, whichever of them got the signal.
             word = torch.tensor([interrupts.received or 0])
@@ -374,6 +419,15 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         if interrupts.received:
             control.should_save = True
             control.should_evaluate = False
+
+    def _hold(self, control: Any, meet: bool) -> None:
+        """Under local SGD, what needs weights that all ranks agree on waits until they do: checkpoints and evaluations."""
+        wanted = {name for name in ("should_save", "should_evaluate") if getattr(control, name)}
+        self._held |= wanted
+        for name in self._held if meet else wanted:
+            setattr(control, name, meet)
+        if meet:
+            self._held = set()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
         self.trainer.recorder.logged(logs or {})

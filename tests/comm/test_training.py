@@ -1,0 +1,140 @@
+"""Training on one process, two and four: the same weights, fairly divided work, and options that do what they say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from comm.ranks import Ranks
+
+MODULE = "comm.training_cases"
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Callable[[str, int], Ranks]]:
+    made: dict[tuple[str, int], Ranks] = {}
+
+    def job(backend: str, size: int) -> Ranks:
+        if (backend, size) not in made:
+            environment = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)} for rank in range(size)]
+            made[backend, size] = Ranks(backend, size, environment)
+        return made[backend, size]
+
+    yield job
+    for one in made.values():
+        one.kill()
+
+
+def run(job: Ranks, folder: Path, **changed: Any) -> list[dict[str, Any]]:
+    return job.run("train", str(folder), changed, module=MODULE)
+
+
+@pytest.fixture(scope="module")
+def alone(jobs: Callable[[str, int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Weights of the same training in one process."""
+    known: dict[int, Any] = {}
+
+    def weights(rows: int) -> Any:
+        if rows not in known:
+            folder = tmp_path_factory.mktemp("alone")
+            known[rows] = run(jobs("gloo", 1), folder, rows=rows, optim="sgd", learning_rate=0.2)[0]["weights"]
+        return known[rows]
+
+    return weights
+
+
+# Two epochs of 61 rows in batches of 8 end unevenly: 5 rows for 4 ranks; 57 leaves one row, three ranks have none.
+@pytest.mark.parametrize("rows", [64, 61, 57])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("backend", ["gloo", "ccl"])
+def test_the_same_training_gives_the_same_weights(
+    jobs: Callable[[str, int], Ranks], alone: Any, tmp_path: Path, backend: str, size: int, rows: int
+) -> None:
+    results = run(jobs(backend, size), tmp_path, rows=rows, optim="sgd", learning_rate=0.2)
+    assert results[0]["wrapped"] == "DistributedDataParallel"
+    for result in results:
+        assert np.array_equal(result["weights"], results[0]["weights"])  # ranks never drift apart
+    expected = alone(rows)
+    assert np.abs(results[0]["weights"] - expected).max() < 2e-6  # weights are of the order of 1
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ccl"])
+def test_accumulated_batches_meet_once_and_give_the_same_weights(
+    jobs: Callable[[str, int], Ranks], alone: Any, tmp_path: Path, backend: str
+) -> None:
+    settings = {"rows": 64, "optim": "sgd", "learning_rate": 0.2, "gradient_accumulation_steps": 2}
+    results = run(jobs(backend, 2), tmp_path, **settings)
+    assert np.abs(results[0]["weights"] - alone(64)).max() < 2e-6
+
+
+def test_ranks_get_nearly_the_same_number_of_tokens(jobs: Callable[[str, int], Ranks], tmp_path: Path) -> None:
+    def spread(**settings: Any) -> float:
+        tokens = np.array([result["tokens"] for result in run(jobs("ccl", 2), tmp_path, rows=64, **settings)])
+        return float((tokens.max(0) / tokens.mean(0)).mean())
+
+    assert spread() < 1.06 < 1.1 < spread(balance_tokens=False)
+
+
+@pytest.mark.parametrize("compression", ["bf16", "bf16-feedback", "powersgd"])
+def test_compressed_gradients_train_nearly_alike(
+    jobs: Callable[[str, int], Ranks], alone: Any, tmp_path: Path, compression: str
+) -> None:
+    settings = {"rows": 64, "optim": "sgd", "learning_rate": 0.2, "gradient_compression": compression}
+    results = run(jobs("ccl", 2), tmp_path, **settings)
+    assert all(result["compressed"] for result in results)
+    assert np.array_equal(results[0]["weights"], results[1]["weights"])
+    apart = np.abs(results[0]["weights"] - alone(64)).max()
+    assert 0 < apart < (0.2 if compression == "powersgd" else 2e-3)
+
+
+def test_local_sgd_with_one_step_of_sgd_is_the_same_training(
+    jobs: Callable[[str, int], Ranks], alone: Any, tmp_path: Path
+) -> None:
+    # The mean of weights after one step of plain SGD is the step with the mean gradient, unless it was clipped.
+    settings = {"rows": 64, "optim": "sgd", "learning_rate": 0.2, "max_grad_norm": 0.0}
+    results = run(jobs("ccl", 2), tmp_path, local_sgd=1, **settings)
+    expected = run(jobs("gloo", 1), tmp_path, **settings)[0]["weights"]
+    assert results[0]["wrapped"] == "BertForSequenceClassification"
+    assert np.abs(results[0]["weights"] - expected).max() < 2e-6
+
+
+def test_local_sgd_ends_with_weights_that_all_agree_on_and_resumes_exactly(
+    jobs: Callable[[str, int], Ranks], tmp_path: Path
+) -> None:
+    job = jobs("ccl", 2)
+    settings: dict[str, Any] = {"local_sgd": 3, "local_sgd_outer_lr": 0.7, "local_sgd_outer_momentum": 0.9}
+    settings |= {"save_strategy": "steps", "save_steps": 4, "max_steps": 14}
+    whole = run(job, tmp_path / "whole", **settings)
+    assert np.array_equal(whole[0]["weights"], whole[1]["weights"])
+    kept = sorted(path.name for path in (tmp_path / "whole").glob("checkpoint-*"))
+    # Asked for at 4, 8, 12; written when the ranks agreed: every third step, and after each epoch of 8.
+    assert kept == ["checkpoint-12", "checkpoint-14", "checkpoint-6", "checkpoint-9"]
+    resumed = run(job, tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoint-9"), **settings)
+    assert np.array_equal(resumed[0]["weights"], whole[0]["weights"])
+
+
+def test_a_balanced_run_resumes_exactly_in_the_middle_of_an_epoch(
+    jobs: Callable[[str, int], Ranks], tmp_path: Path
+) -> None:
+    job, settings = jobs("ccl", 2), {"save_strategy": "steps", "save_steps": 5}
+    whole = run(job, tmp_path / "whole", **settings)
+    for step in (5, 10):
+        resumed = run(job, tmp_path / "again", resume=str(tmp_path / "whole" / f"checkpoint-{step}"), **settings)
+        assert np.array_equal(resumed[0]["weights"], whole[0]["weights"]), step
+
+
+def test_the_log_names_the_rank_that_was_waited_for(jobs: Callable[[str, int], Ranks], tmp_path: Path) -> None:
+    results = run(jobs("ccl", 2), tmp_path, sleeper=1, num_train_epochs=1)
+    told = [entry for entry in results[0]["history"] if "loss" in entry]
+    assert told
+    assert all(entry["waited_for_rank"] == 1 and entry["waited"] > 0.03 for entry in told)
+    entries = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    rows = [row for entry in entries if entry["kind"] == "waits" for row in entry["rows"]]
+    steps = [row[0] for row in rows]
+    assert steps == list(range(1, len(steps) + 1))
+    assert all(row[1] == 1 and row[2] > 0.05 and row[3] == 0 for row in rows[1:])

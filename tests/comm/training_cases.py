@@ -1,0 +1,69 @@
+"""What each rank of a training test does: trains a small classifier with Stoker's Trainer and returns its weights."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hf"))
+
+GLOBAL_BATCH = 8
+
+
+def train(rank: int, size: int, folder: str, changed: dict[str, Any]) -> dict[str, Any]:
+    """Trains on `size` ranks with the same global batch whatever their number; the seconds that ranks slept are theirs."""
+    import tiny
+    import torch
+
+    rows, sleeper = changed.pop("rows", 61), changed.pop("sleeper", None)
+    accumulate = changed.get("gradient_accumulation_steps", 1)
+    settings = {
+        "per_device_train_batch_size": GLOBAL_BATCH // size // accumulate,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 5,
+        "save_strategy": "no",
+        "seed": 7,
+    }
+    resume = changed.pop("resume", None)
+    settings.update(changed)
+    trainer = tiny.trainer(folder, model=tiny.tiny_model(dropout=0.0), data=tiny.TinyData(rows), **settings)
+    if sleeper is not None:
+        _sleep_in_forward(trainer, rank == sleeper)
+    tokens = _count_tokens(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    flat = torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()]).numpy()
+    return {
+        "weights": flat.astype(np.float32),
+        "tokens": tokens,
+        "history": trainer.state.log_history,
+        "compressed": getattr(trainer.model_wrapped, "_stoker_compressed", False),
+        "wrapped": type(trainer.model_wrapped).__name__,
+    }
+
+
+def _sleep_in_forward(trainer: Any, asleep: bool) -> None:
+    import time
+
+    original = trainer.compute_loss
+
+    def compute_loss(*args: Any, **named: Any) -> Any:
+        time.sleep(0.1 if asleep else 0.0)
+        return original(*args, **named)
+
+    trainer.compute_loss = compute_loss
+
+
+def _count_tokens(trainer: Any) -> list[int]:
+    found: list[int] = []
+    original = trainer.training_step
+
+    def training_step(model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+        found.append(int(inputs["attention_mask"].sum()))
+        return original(model, inputs, *args, **named)
+
+    trainer.training_step = training_step
+    return found
