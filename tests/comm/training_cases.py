@@ -40,7 +40,7 @@ def train(rank: int, size: int, folder: str, changed: dict[str, Any]) -> dict[st
         "weights": flat.astype(np.float32),
         "tokens": tokens,
         "history": trainer.state.log_history,
-        "compressed": getattr(trainer.model_wrapped, "_stoker_compressed", False),
+        "compressed": trainer.ranks.compressed is not None,
         "wrapped": type(trainer.model_wrapped).__name__,
     }
 

@@ -15,6 +15,8 @@ from stoker.launch.placement import parse_nodes
 
 __all__ = ["main", "parse"]
 
+COMPRESSIONS = ("none", "bf16", "bf16-feedback", "powersgd")  # stoker.comm.compression's, which would import torch
+
 _EXAMPLES = """examples:
   stoker launch run_qa.py --model_name_or_path ...          one process, all cores
   stoker launch -n 2 nlp_example.py                         two processes on this machine
@@ -88,13 +90,19 @@ def _options(found: dict[str, Any], script: str, arguments: list[str], notes: li
         log_dir=found["log_dir"],
         prefix=not found["no_prefix"],
         check_hosts=not found["no_host_check"],
-        genv=tuple(found["genv"]),
+        genv=(*found["genv"], *_training_words(found)),
         extra_mpi=tuple(shlex.split(found["extra_mpi_params"] or "")),
         dry_run=found["dry_run"],
         emit=found["emit"],
         emit_options=emit,
         notes=tuple(notes),
     )
+
+
+def _training_words(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What Trainer and Accelerator() are told through the environment of the ranks."""
+    names = ("gradient_compression", "local_sgd", "local_sgd_outer_lr", "local_sgd_outer_momentum")
+    return [(f"STOKER_{name.upper()}", str(found[name])) for name in names if found[name] is not None]
 
 
 _WITHOUT_EFFECT = {
@@ -146,6 +154,10 @@ def build_parser() -> Parser:
     _add(
         several, "--max_restarts", type=_whole, default=0, metavar="N", help="start all again after a failure, so often"
     )
+    _add(several, "--gradient_compression", choices=COMPRESSIONS, help="how gradients travel; bf16 halves the bytes")
+    _add(several, "--local_sgd", type=_whole, metavar="K", help="average weights every K steps, not gradients at each")
+    _add(several, "--local_sgd_outer_lr", type=float, metavar="X", help="of the averages (1.0; DiLoCo: 0.7)")
+    _add(several, "--local_sgd_outer_momentum", type=float, metavar="X", help="of the averages (0.0; DiLoCo: 0.9)")
     _add(several, "--oversubscribe", action="store_true", help="allow more threads than cores")
     _add(several, "--no_prefix", action="store_true", help="no [rank] before each line")
 

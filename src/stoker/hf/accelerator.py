@@ -25,6 +25,7 @@ class Accelerator(_Stock):  # type: ignore[misc]
 
     backend_wanted: str | None = None
     """What to communicate with, if the script does not say; the launcher sets it."""
+    _local_sgd: Any = None
 
     def __init__(self, *args: Any, **named: Any) -> None:
         if _several_processes() and not torch.accelerator.is_available():
@@ -53,7 +54,54 @@ class Accelerator(_Stock):  # type: ignore[misc]
     def prepare(self, *args: Any, **named: Any) -> Any:
         if self.device.type == "cpu":
             _optimize(args, self.mixed_precision)
-        return super().prepare(*args, **named)
+        return self._prepare_for_several(args, named)
+
+    def _prepare_for_several(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """What `stoker launch` was told about several processes: compression of gradients, or local SGD."""
+        models = [one for one in args if isinstance(one, nn.Module)]
+        if self.num_processes == 1 or self.device.type != "cpu" or not models:
+            return super().prepare(*args, **named)
+        from stoker.hf.distributed import configure_ddp, without_ddp
+
+        words = os.environ.get
+        every, compression = int(words("STOKER_LOCAL_SGD") or 0), words("STOKER_GRADIENT_COMPRESSION") or "none"
+        if every:
+            without_ddp(self)
+        else:
+            configure_ddp(self, None)
+        prepared = super().prepare(*args, **named)
+        if every:
+            self._average_every(every, compression, models[0], args)
+        elif compression != "none":
+            from stoker.comm.compression import compress_gradients
+
+            for one in prepared if isinstance(prepared, tuple) else (prepared,):
+                if isinstance(one, nn.parallel.DistributedDataParallel):
+                    compress_gradients(one, compression)
+        return prepared
+
+    def _average_every(self, every: int, compression: str, model: nn.Module, prepared: tuple[Any, ...]) -> None:
+        from stoker.comm.local_sgd import LocalSGD
+
+        self._local_sgd = LocalSGD(
+            model,
+            every,
+            outer_lr=float(os.environ.get("STOKER_LOCAL_SGD_OUTER_LR") or 1.0),
+            outer_momentum=float(os.environ.get("STOKER_LOCAL_SGD_OUTER_MOMENTUM") or 0.0),
+            wire=torch.bfloat16 if compression.startswith("bf16") else None,
+        )
+        local = self._local_sgd
+        for optimizer in (one for one in prepared if isinstance(one, torch.optim.Optimizer)):
+            inner = getattr(optimizer, "optimizer", optimizer)
+            inner.register_step_post_hook(lambda *about: local.step())
+            return
+        log.warning("local_sgd: no optimizer was prepared together with the model, so nothing is averaged")
+
+    def wait_for_everyone(self) -> None:
+        """All ranks come here before they save: a moment to agree on the weights."""
+        if self._local_sgd is not None and not self._local_sgd.agreed:
+            self._local_sgd.average()
+        super().wait_for_everyone()
 
 
 def _several_processes() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -164,7 +165,8 @@ def _accelerator(layer: Layer) -> None:
     if stock is None or hasattr(stock, "stock"):
         return
     _check_shape(stock, "accelerate")
-    if not layer.optimise and layer.backend is None:
+    told = any(os.environ.get(name) for name in ("STOKER_LOCAL_SGD", "STOKER_GRADIENT_COMPRESSION"))
+    if not layer.optimise and layer.backend is None and not told:
         return
     ours = _ready("stoker.hf.accelerator", "Accelerator", load=True)
     if not ours:
@@ -178,7 +180,7 @@ def _accelerator(layer: Layer) -> None:
 
         members["prepare"] = prepare
     else:
-        members["prepare"] = stock.prepare
+        members["prepare"] = lambda self, *args, **named: self._prepare_for_several(args, named)
     _replace(sys.modules["accelerate.accelerator"], type("Accelerator", (ours,), members))
 
 

@@ -45,6 +45,8 @@ class Ranks:
         self.trainer = trainer
         self.local: LocalSGD | None = None
         self.balanced: TokenBalancedSampler | None = None
+        self.compressed: nn.Module | None = None
+        """The wrapped model whose gradients travel compressed."""
         self._arrival: Arrival | None = None
         self._waiting: Waiting | None = None
         self._began = 0.0
@@ -69,7 +71,7 @@ class Ranks:
         if self._every:
             without_ddp(self.trainer.accelerator)
         else:
-            configure_ddp(self.trainer.accelerator, self.trainer.model, self.trainer.args.ddp_bucket_cap_mb)
+            configure_ddp(self.trainer.accelerator, self.trainer.args.ddp_bucket_cap_mb)
 
     def train_begins(self) -> None:
         trainer, args = self.trainer, self.trainer.args
@@ -86,9 +88,11 @@ class Ranks:
             )  # fmt: skip
             self._load_local()
         elif isinstance(model, DistributedDataParallel):
-            if compression != "none" and not getattr(model, "_stoker_compressed", False):
+            if not any(buffer.is_floating_point() for buffer in model.buffers()):
+                model.broadcast_buffers = False  # constants such as position ids; sending them is a meeting in every step
+            if compression != "none" and self.compressed is not model:  # train() may be called again
                 compress_gradients(model, compression)
-                model._stoker_compressed = True  # train() may be called again with the same wrapped model
+                self.compressed = model
             self._arrival = Arrival(trainer.model)
 
     def train_ends(self) -> None:
@@ -235,7 +239,7 @@ class Ranks:
         return folder / f"local_sgd_{self._rank}.pt"
 
 
-def configure_ddp(accelerator: Any, model: nn.Module, bucket_mb: float | None) -> None:
+def configure_ddp(accelerator: Any, bucket_mb: float | None) -> None:
     """DDP as it is best on CPUs, unless the person has said otherwise."""
     from accelerate.utils import DistributedDataParallelKwargs
 
@@ -245,8 +249,6 @@ def configure_ddp(accelerator: Any, model: nn.Module, bucket_mb: float | None) -
     if handler.bucket_cap_mb == DistributedDataParallelKwargs().bucket_cap_mb:
         handler.bucket_cap_mb = bucket_mb or BUCKET_MB
     handler.gradient_as_bucket_view = True  # spares copying every gradient out of its bucket, and holding it twice
-    if not any(buffer.is_floating_point() for buffer in model.buffers()):
-        handler.broadcast_buffers = False  # constants such as position ids; sending them would be a meeting per step
 
 
 def without_ddp(accelerator: Any) -> None:

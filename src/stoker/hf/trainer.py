@@ -32,6 +32,7 @@ from stoker.hf.distributed import Ranks, averages_own_loss
 from stoker.hf.interrupts import Interrupted, Interrupts
 from stoker.hf.meter import Meter
 from stoker.hf.record import Recorder
+from stoker.hf.restart import checkpoint_to_go_on_from, times_restarted
 
 __all__ = ["NonFiniteLoss", "Trainer"]
 
@@ -212,7 +213,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
         folder = Path(self.args.output_dir)
         self._in_turn(lambda: checkpoints.tidy(folder))
-        checkpoint = self._checkpoint_to_resume(folder, resume_from_checkpoint)
+        checkpoint = self._after_restart(folder) or self._checkpoint_to_resume(folder, resume_from_checkpoint)
         self._meter = Meter.of(self.model, bf16=self.args.bf16) if self.model is not None else None
         if self._meter is not None:
             self._meter.padded_length = self.padded_length
@@ -230,6 +231,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         finally:
             self.ranks.train_ends()
             self._meter = None
+
+    def _after_restart(self, folder: Path) -> Path | None:
+        times = times_restarted()
+        checkpoint = checkpoint_to_go_on_from(folder) if times else None
+        if times and self.is_world_process_zero():
+            how = f"going on from {checkpoint}" if checkpoint else "no checkpoint of this run, so from the start"
+            log.warning("started again (%d) after a failure; %s", times, how)
+        return checkpoint
 
     def _checkpoint_to_resume(self, folder: Path, asked: str | bool | None) -> Path | None:
         if not asked:

@@ -186,6 +186,7 @@ def _meeting(job: Job, port: int, listener: socket.socket | None) -> Any:
 
         def __init__(self) -> None:
             self._store: Any = None
+            self._attempts = 0
             self._left = threading.Event()
             self._pulse = time.monotonic() + 30.0
             self.failure_elsewhere: failure.Failure | None = None
@@ -204,17 +205,34 @@ def _meeting(job: Job, port: int, listener: socket.socket | None) -> Any:
                     self._gather()
                     for task in (self._watch, self._listen_to_pulse):
                         threading.Thread(target=task, daemon=True).start()
-            place = RendezvousStoreInfo(job.address, port)
-            return RendezvousInfo(PrefixStore("stoker", self._store), job.machine_rank, job.machines, place)
+                store, where = self._store, port
+            else:
+                self._attempts += 1
+                store, where = self._fresh_store(f"stoker/attempt/{self._attempts}")
+            place = RendezvousStoreInfo(job.address, where)
+            return RendezvousInfo(PrefixStore("stoker", store), job.machine_rank, job.machines, place)
 
-        def _connect(self, *, server: bool) -> Any:
+        def _fresh_store(self, key: str) -> tuple[Any, int]:
+            """Ranks that are started again get a store of their own: the keys of the last one lead to ranks that are gone."""
+            if job.machine_rank > 0:
+                where = int(self._store.get(key))
+                return self._connect(server=False, at=where), where
+            fresh = _listen(dataclasses.replace(job, port=None))
+            where = fresh.getsockname()[1]
+            store = self._connect(server=True, at=where, listening=fresh.detach())
+            self._store.set(key, str(where))
+            return store, where
+
+        def _connect(self, *, server: bool, at: int = port, listening: int | None = None) -> Any:
             seconds = datetime.timedelta(seconds=job.wait)
-            more: dict[str, Any] = {"master_listen_fd": os.dup(listener.fileno())} if server and listener else {}
+            if server and listening is None and listener is not None:
+                listening = os.dup(listener.fileno())
+            more: dict[str, Any] = {"master_listen_fd": listening} if listening is not None else {}
             try:
-                return TCPStore(job.address, port, None, server, seconds, False, multi_tenant=False, **more)
+                return TCPStore(job.address, at, None, server, seconds, False, multi_tenant=False, **more)
             except Exception as error:
                 raise UserError(
-                    f"machine {job.machine_rank} cannot reach the first machine at {job.address}, port {port}: is "
+                    f"machine {job.machine_rank} cannot reach the first machine at {job.address}, port {at}: is "
                     f"`stoker launch` running there with --machine_rank 0, and is the port open? ({_short(error)})"
                 ) from None
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from stoker.errors import UserError
 from stoker.launch import config as configuration
-from stoker.launch import elastic, hosts, mpi
+from stoker.launch import elastic, hosts, mpi, resume
 from stoker.launch import plan as planning
 from stoker.launch.environment import Rank, discover
 from stoker.launch.options import Options
@@ -56,7 +56,14 @@ def start(options: Options) -> int:
         max_restarts=options.max_restarts,
         wait=options.wait,
     )
-    return elastic.launch(job, plan.settings, options.script, options.arguments)
+    return _then_tell(options, elastic.launch(job, plan.settings, options.script, options.arguments))
+
+
+def _then_tell(options: Options, code: int) -> int:
+    """How to go on, after a failure that was not the person's own wish."""
+    if code not in (0, 2, 130):
+        resume.tell(options.arguments)
+    return code
 
 
 def _say(options: Options, config: configuration.Config, path: object) -> None:
@@ -103,9 +110,10 @@ def _mpirun(plan: planning.Plan, options: Options) -> int:
     job = secrets.token_hex(8)
     told = replace(plan, settings=replace(plan.settings, several=True, report="stderr", job=job))
     words = planning.program(told, options.script, options.arguments)
-    return mpi.launch(
+    code = mpi.launch(
         plan.mpirun, plan.counts, words, os.environ, options.extra_mpi, job=job, with_hostfile=plan.with_hostfile
     )
+    return _then_tell(options, code)
 
 
 def _slurm(plan: planning.Plan, options: Options) -> int:

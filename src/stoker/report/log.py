@@ -77,6 +77,8 @@ class Run:
     """The last start entry, over the first one's."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    waits: list[dict[str, Any]] = field(default_factory=list)
+    """Which ranks waited for which: rows of step, the rank that was waited for, and the seconds each rank waited."""
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The last entry of each other kind."""
     resumed_at: list[int] = field(default_factory=list)
@@ -105,6 +107,8 @@ def read_run(folder: str | Path) -> Run:
                 run.steps.append(entry)
             elif kind == "evaluation":
                 run.evaluations.append(entry)
+            elif kind == "waits":
+                run.waits.append(entry)
             else:
                 run.others[kind] = entry
     return run
@@ -117,4 +121,5 @@ def _take_start(run: Run, entry: dict[str, Any]) -> None:
     run.start = {**run.start, **entry}
     run.steps = [one for one in run.steps if one.get("step", 0) <= step]
     run.evaluations = [one for one in run.evaluations if one.get("step", 0) <= step]
+    run.waits = [one for one in run.waits if one.get("step", 0) <= step]
     run.others.pop("end", None)

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from stoker.report.log import Run, read_run
-from stoker.report.plots import lengths_plot, loss_plot, phases_plot, scores_plot, speed_plot, throughput_plot
+from stoker.report.plots import (
+    lengths_plot,
+    loss_plot,
+    phases_plot,
+    scores_plot,
+    speed_plot,
+    throughput_plot,
+    waits_of,
+    waits_plot,
+)
 from stoker.report.style import CSS
 
 __all__ = ["render", "write_report"]
@@ -34,6 +43,7 @@ def render(run: Run) -> str:
         (throughput_plot(run), "Real tokens only; padding is not counted, because it is not computed."),
         (lengths_plot(run), "The shaded part is what padding would add to the average row."),
         (phases_plot(run), ""),
+        (waits_plot(run), "All ranks meet once per step; whoever comes last makes the others wait."),
         (speed_plot(run), _speed_caption(run)),
     ]
     drawn = "".join(_plot(svg, caption) for svg, caption in plots if svg)
@@ -55,6 +65,7 @@ def render(run: Run) -> str:
 <section class="tiles">{"".join(_tile(value, label) for value, label in _tiles(run))}</section>
 <h2>The run</h2>
 <section class="plots">{drawn or '<p class="sub">Nothing was logged yet.</p>'}</section>
+{_waits(run)}
 {_examples(run)}
 {_applied(run)}
 <h2>Where and how</h2>
@@ -145,6 +156,32 @@ def _plot(svg: str | None, caption: str) -> str:
 
 def _speed_caption(run: Run) -> str:
     return str(run.others.get("speed", {}).get("note", ""))
+
+
+_STEPS_SHOWN = 200
+
+
+def _waits(run: Run) -> str:
+    """Step by step, which rank was waited for and for how long; folded, because a run has many steps."""
+    rows, _ = waits_of(run)
+    if not rows:
+        return ""
+    ranks = len(rows[0]) - 2
+    # Where there are too many to show, those with the longest waits.
+    worst = sorted(rows, key=lambda row: -max(row[2:]))[:_STEPS_SHOWN]
+    head = "".join(f"<th>rank {rank}</th>" for rank in range(ranks))
+    body = "".join(
+        f"<tr><td>{int(row[0])}</td><td>rank {int(row[1])}</td>"
+        + "".join(f'<td class="count">{1000 * float(value):.0f}</td>' for value in row[2:])
+        + "</tr>"
+        for row in sorted(worst, key=lambda row: row[0])
+    )
+    table = f"<table><tr><th>step</th><th>waited for</th>{head}</tr>{body}</table>"
+    told = f"the {len(worst)} longest of {len(rows)} steps" if len(rows) > len(worst) else f"{len(rows)} steps"
+    return (
+        f"<details><summary>Which rank waited for which, in milliseconds: {told}</summary>"
+        f'<section class="card">{table}</section></details>'
+    )
 
 
 def _examples(run: Run) -> str:

@@ -19,7 +19,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from stoker.report.log import Run
 
-__all__ = ["lengths_plot", "loss_plot", "phases_plot", "scores_plot", "speed_plot", "throughput_plot"]
+__all__ = [
+    "lengths_plot", "loss_plot", "phases_plot", "scores_plot", "speed_plot", "throughput_plot", "waits_of", "waits_plot",
+]  # fmt: skip
 
 # Stand-ins that no plot would have by chance, and the variable of the page each becomes.
 _INK, _MUTED, _GRID, _ONE, _TWO, _THREE, _FOUR, _FIVE = (f"#0a0b{n:02x}" for n in range(1, 9))
@@ -257,3 +259,39 @@ def speed_plot(run: Run) -> str | None:
         axis.set_title("Seconds per training step", loc="left", fontsize=11, color=_MUTED, pad=8)
         told = ", ".join(f"{name} {middles[name]:.2f} s" for name in sides)
         return _svg(figure, f"Seconds per step, medians: {told}")
+
+
+def waits_of(run: Run) -> tuple[list[list[float]], list[int]]:
+    """Seconds that each rank waited, by step, and how often each rank was the one waited for."""
+    rows = [row for entry in run.waits for row in entry.get("rows") or () if len(row) > 3]
+    ranks = max((len(row) - 2 for row in rows), default=0)
+    rows = [row for row in rows if len(row) - 2 == ranks]  # after a change of the number of ranks, the larger job
+    return rows, [sum(row[1] == rank for row in rows) for rank in range(ranks)]
+
+
+_RANKS_SHOWN = 16
+
+
+def waits_plot(run: Run) -> str | None:
+    rows, blamed = waits_of(run)
+    if not rows:
+        return None
+    # With many ranks, those that were waited for most.
+    shown = sorted(sorted(range(len(blamed)), key=lambda rank: -blamed[rank])[:_RANKS_SHOWN])
+    with matplotlib.rc_context(_STYLE):
+        figure, (axis,) = _figure(0.9 + 0.42 * len(shown))
+        for row, rank in enumerate(shown):
+            share = 100 * blamed[rank] / len(rows)
+            axis.barh(row, share, height=0.6, color=_TWO)
+            mean = 1000 * sum(float(one[2 + rank]) for one in rows) / len(rows)
+            axis.annotate(f"{share:.0f}%, itself waited {mean:.0f} ms", (share, row), xytext=(5, 0),
+                          textcoords="offset points", va="center", annotation_clip=False)  # fmt: skip
+        axis.set_yticks(range(len(shown)), [f"rank {rank}" for rank in shown])
+        axis.invert_yaxis()
+        axis.set_xlim(0, 220)
+        axis.set_xticks([])
+        axis.grid(False)
+        axis.spines["bottom"].set_visible(False)
+        axis.set_title("Steps in which the others waited for it", loc="left", fontsize=11, color=_MUTED, pad=8)
+        told = ", ".join(f"rank {rank} in {blamed[rank]} of {len(rows)} steps" for rank in shown)
+        return _svg(figure, f"Who was waited for: {told}")

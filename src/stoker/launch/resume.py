@@ -1,0 +1,50 @@
+"""After a launch that failed: the command that goes on from the last checkpoint, if the script has left one."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stoker.hf import checkpoints
+
+__all__ = ["command", "tell"]
+
+
+def command(launch: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """`launch` is the command line that failed, `arguments` its script's; None if there is nothing to go on from."""
+    folder = _value("--output_dir", arguments)
+    found = checkpoints.last_good(Path(folder)) if folder else None
+    if found is None:
+        return None
+    kept = _without("--resume_from_checkpoint", [word for word in launch if word != "--overwrite_output_dir"])
+    return shlex.join([*kept, "--resume_from_checkpoint", str(found)])
+
+
+def tell(arguments: Sequence[str]) -> None:
+    told = command(["stoker", *sys.argv[1:]], arguments)
+    if told is not None:
+        print(f"stoker: to go on from the last checkpoint:\n  {told}", file=sys.stderr, flush=True)
+
+
+def _value(name: str, words: Sequence[str]) -> str | None:
+    for position, word in enumerate(words):
+        if word == name and position + 1 < len(words):
+            return words[position + 1]
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _without(name: str, words: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif word == name:
+            skip = True
+        elif not word.startswith(f"{name}="):
+            kept.append(word)
+    return kept

@@ -1,0 +1,53 @@
+"""A killed worker: the agent starts the ranks again from the last checkpoint; mpirun ends them, and the way on is told."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.live import STOKER, environment, launch
+from rig import mpi_environment
+
+SCRIPT = str(Path(__file__).with_name("elastic_script.py"))
+TRAINING = ["--per_device_train_batch_size", "4", "--max_steps", "9", "--save_steps", "3", "--report_to", "none",
+            "--learning_rate", "1e-3", "--disable_tqdm", "true", "--ddp_timeout", "60"]  # fmt: skip
+
+
+def result(folder: Path) -> float:
+    return float((folder / "result.txt").read_text())
+
+
+def test_a_killed_worker_leads_to_a_restart_from_the_last_checkpoint(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    done = launch("-n", "2", "--oversubscribe", SCRIPT, "--output_dir", str(whole), *TRAINING)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # A folder that was used before: its old checkpoints are nothing to go on from.
+    (cut / "checkpoint-500").mkdir(parents=True)
+    words = ["--output_dir", str(cut), "--kill_at", "7", *TRAINING]
+    done = launch("-n", "2", "--oversubscribe", "--max_restarts", "1", SCRIPT, *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"started again (1) after a failure; going on from {cut / 'checkpoint-6'}" in done.stderr
+    assert result(cut) == result(whole)
+
+
+@pytest.mark.mpi
+def test_under_mpirun_a_killed_worker_ends_the_job_and_the_printed_command_goes_on(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert launch("-n", "2", "--oversubscribe", SCRIPT, "--output_dir", str(whole), *TRAINING).returncode == 0
+    words = ["--output_dir", str(cut), "--kill_at", "7", *TRAINING]
+    done = launch("-n", "2", "--launcher", "mpich", "--oversubscribe", SCRIPT, *words, env=mpi_environment("mpich"))
+    assert done.returncode != 0
+    told = done.stderr.splitlines()
+    at = next(i for i, line in enumerate(told) if "to go on from the last checkpoint" in line)
+    command = shlex.split(told[at + 1])
+    assert command[0] == "stoker"
+    assert str(cut / "checkpoint-6") in command
+    command = [word for word in command[1:] if word not in ("--kill_at", "7")]
+    again = subprocess.run(
+        [*STOKER, *command], env=environment(mpi_environment("mpich")), capture_output=True, text=True, timeout=120
+    )
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert result(cut) == result(whole)
