@@ -171,6 +171,8 @@ def sides_of(name: str, chosen: list[str] | None, ablate: bool) -> dict[str, Cal
     everything["stoker"] = part(stoker, name)
     everything["stoker bf16"] = part(stoker, name, dtype="bfloat16")
     everything["products alone"] = part(products_alone, name)
+    if chosen and "stock bf16" in chosen:  # minutes per step on a CPU without bf16 units: only on request
+        everything["stock bf16"] = part(stock, name, autocast=True)
     return {side: build for side, build in everything.items() if chosen is None or side in chosen}
 
 
@@ -225,15 +227,15 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all of them")
     parser.add_argument("--side", action="append", help="only these sides")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=3, help="steps of each side before the timed ones (default 3)")
     parser.add_argument("--ablate", action="store_true", help="switch off one part of optimize at a time")
     parser.add_argument("--out", type=Path, help="folder for train_step.json and train_step.svg")
     arguments = parser.parse_args()
     everything = {}
     for name in arguments.case or list(CASES):
         print(CASES[name].title, flush=True)
-        everything[name] = measure(
-            sides_of(name, arguments.side, arguments.ablate), arguments.steps, say=lambda line: print(line, flush=True)
-        )
+        sides = sides_of(name, arguments.side, arguments.ablate)
+        everything[name] = measure(sides, arguments.steps, arguments.warm_up, lambda line: print(line, flush=True))
         print(table(name, everything[name]) + "\n", flush=True)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
