@@ -1,0 +1,322 @@
+"""A training step of BERT-base QA by several ranks: on one host, over two fake hosts with shaped links, and as planned.
+
+    python benchmarks/scaling.py                        2 ranks x 1 core against 1 rank x 2 cores, one host
+    python benchmarks/scaling.py --hosts                two fake hosts (root): 1 Gbit/s, fp32, bf16, local SGD; and the plan's
+                                                        predictions beside what was measured
+    python benchmarks/scaling.py --buckets 25 100 400   DDP's bucket size, one host
+
+Global batch 12, real SQuAD lengths (benchmarks/lengths.py), random weights. All sides keep their processes for the whole run
+and take their steps in turn; medians. A step of local SGD is one without communication plus 1/K of an average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+BARS = {"2 ranks x 1 core": 0.95, "local SGD": 0.9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What one process is told."""
+
+    rank: int = 0
+    size: int = 1
+    cpus: tuple[int, ...]
+    address: str = "127.0.0.1"
+    port: int = 0
+    backend: str = "ccl"
+    bucket_mb: int = 100
+    modes: bool = False
+    """Whether the way gradients meet can be changed from step to step; costs a pass over them."""
+    layers: int = 12
+    hidden: int = 768
+
+
+def serve(told: Rank) -> None:
+    """One rank: a line on stdin is a step (`step N MODE`) or an average; the answer is its seconds."""
+    os.sched_setaffinity(0, told.cpus)
+    os.environ.update(OMP_NUM_THREADS=str(len(told.cpus)))
+    import torch
+    import torch.distributed as dist
+
+    sys.path.insert(0, str(HERE))
+    torch.set_num_threads(len(told.cpus))
+    if told.size > 1:
+        from stoker.comm.registration import register
+
+        register()
+        where = f"tcp://{told.address}:{told.port}"
+        dist.init_process_group(told.backend, init_method=where, rank=told.rank, world_size=told.size)
+    step, average = _training(told)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        words = line.split()
+        if told.size > 1:
+            dist.barrier()
+        begin = time.perf_counter()
+        if words[0] == "average":
+            average()
+        else:
+            step(int(words[1]), words[2])
+        print(time.perf_counter() - begin, flush=True)
+    os._exit(0)
+
+
+def _training(told: Rank) -> tuple[Callable[[int, str], None], Callable[[], None]]:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from train_step import CASES, build_model
+
+    import stoker
+    from stoker.comm.balance import deal
+    from stoker.comm.local_sgd import LocalSGD
+
+    case = replace(CASES["bert-qa"], layers=told.layers, hidden=told.hidden)
+    model = build_model(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, fused=True)
+    stoker.optimize(model, optimizer, dtype=torch.float32)
+    wrapped: Any = model
+    mode, local = {"now": "fp32"}, None
+    if told.size > 1:
+        local = LocalSGD(model, 1)
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=told.bucket_mb, gradient_as_bucket_view=True)
+        wrapped.broadcast_buffers = False
+        if told.modes:
+            wrapped.register_comm_hook(None, _hook(mode))
+
+    def step(number: int, how: str) -> None:
+        mode["now"] = how
+        lengths = case.lengths[number % len(case.lengths)]
+        mine = [lengths[i] for i in deal(lengths, told.size)[told.rank]]
+        inputs = _batch(replace(case, lengths=(tuple(mine),)), number)
+        if how == "alone" and told.size > 1:
+            with wrapped.no_sync():
+                wrapped(**inputs).loss.backward()
+        else:
+            wrapped(**inputs).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        model.zero_grad()
+
+    return step, (lambda: local.average() if local else None)
+
+
+def _batch(case: Any, number: int) -> dict[str, Any]:
+    from train_step import batch
+
+    return batch(case, number, None)
+
+
+def _hook(mode: dict[str, str]) -> Any:
+    import torch.distributed as dist
+
+    from stoker.comm.compression import Bf16Hook
+
+    small = Bf16Hook()
+
+    def meet(state: Any, bucket: Any) -> Any:
+        if mode["now"] == "bf16":
+            return small(state, bucket)
+        gradient = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(gradient, async_op=True).get_future().then(lambda done: done.value()[0])
+
+    return meet
+
+
+class Side:
+    """The processes of one side; `run` is one step by all of them."""
+
+    def __init__(self, ranks: list[Rank], command: Callable[[Rank, list[str]], list[str]] | None = None) -> None:
+        self.processes = []
+        for told in ranks:
+            words = [sys.executable, str(HERE / "scaling.py"), "--serve", json.dumps(asdict(told))]
+            words = command(told, words) if command else words
+            self.processes.append(
+                subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+            )
+        for process in self.processes:
+            while (line := self._line(process)) != "ready":
+                print(f"  {line}", file=sys.stderr)
+
+    def _line(self, process: Any) -> str:
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a rank ended with exit code {process.wait()}")
+        return str(line).strip()
+
+    def run(self, order: str) -> float:
+        """Seconds until the last rank was done."""
+        for process in self.processes:
+            process.stdin.write(order + "\n")
+        return max(float(self._line(process)) for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def job(size: int, cpus: list[int], **more: Any) -> list[Rank]:
+    each = len(cpus) // size
+    port = more.pop("port", None) or free_port()
+    return [
+        Rank(rank=r, size=size, cpus=tuple(cpus[r * each : (r + 1) * each]), port=port, **more) for r in range(size)
+    ]
+
+
+@contextmanager
+def closing(side: Side) -> Iterator[Side]:
+    try:
+        yield side
+    finally:
+        side.close()
+
+
+def in_turn(sides: dict[str, Callable[[int], float]], steps: int) -> dict[str, list[float]]:
+    """`steps` timed runs of every side, after two that are not."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(steps + 2):
+        told = []
+        for name, run in sides.items():
+            seconds = run(number)
+            told.append(f"{name} {seconds:.3f}")
+            if number >= 2:
+                found[name].append(seconds)
+        print(f"  {'warm up' if number < 2 else number - 1}: {', '.join(told)}", flush=True)
+    return found
+
+
+def one_host(options: argparse.Namespace, cpus: list[int], size: dict[str, int]) -> dict[str, list[float]]:
+    with ExitStack() as stack:
+        alone = stack.enter_context(closing(Side(job(1, cpus, **size))))
+        sides = {"1 rank x all cores": lambda n: alone.run(f"step {n} fp32")}
+        for backend in options.backend:
+            two = stack.enter_context(closing(Side(job(len(cpus), cpus, backend=backend, **size))))
+            name = f"{len(cpus)} ranks x 1 core" + (f", {backend}" if backend != "ccl" else "")
+            sides[name] = lambda n, two=two: two.run(f"step {n} fp32")  # type: ignore[misc]
+        return in_turn(sides, options.steps)
+
+
+def bucket_sizes(options: argparse.Namespace, cpus: list[int], size: dict[str, int]) -> dict[str, list[float]]:
+    with ExitStack() as stack:
+        sides = {}
+        for megabytes in options.buckets:
+            side = stack.enter_context(closing(Side(job(len(cpus), cpus, bucket_mb=megabytes, **size))))
+            sides[f"{megabytes} MB"] = lambda n, side=side: side.run(f"step {n} fp32")  # type: ignore[misc]
+        return in_turn(sides, options.steps)
+
+
+def two_hosts(options: argparse.Namespace, cpus: list[int], size: dict[str, int]) -> dict[str, list[float]]:
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from rig import Rig
+
+    with Rig(2) as rig, ExitStack() as stack:
+        here = stack.enter_context(closing(Side(job(2, cpus[:2], **size))))
+        ranks = job(2, cpus[:2], address=rig.address(rig.hosts[0]), port=29533, modes=True, **size)
+        apart = stack.enter_context(closing(Side(ranks, lambda told, words: rig.command(rig.hosts[told.rank], words))))
+
+        def shaped(rate: str, order: str) -> Callable[[int], float]:
+            def run(number: int) -> float:
+                rig.shape(rate=rate)
+                return apart.run(order.format(number))
+
+            return run
+
+        sides: dict[str, Callable[[int], float]] = {
+            "one host": lambda n: here.run(f"step {n} fp32"),
+            "no communication": lambda n: apart.run(f"step {n} alone"),
+        }
+        for rate in options.rates:
+            sides[f"{rate} fp32"] = shaped(rate, "step {} fp32")
+            sides[f"{rate} bf16"] = shaped(rate, "step {} bf16")
+            sides[f"{rate} average"] = shaped(rate, "average")
+        return in_turn(sides, options.steps)
+
+
+def against_plan(options: argparse.Namespace, middles: dict[str, float], parameters: int) -> None:
+    """What `stoker plan` would have said of the two hosts, from the step without communication."""
+    from stoker.plan.model import Network, Node, Setup, predict
+    from stoker.plan.rates import measure_collectives
+
+    rates = measure_collectives()
+    node = Node(step=middles["no communication"], processes=1, parameters=parameters, collectives=rates)
+    print(f"the plan against these runs (collectives here: {rates.told()}):")
+    for rate in options.rates:
+        network = Network.parse(rate)
+        for label, setup in (
+            ("fp32", Setup(compression="none")),
+            ("bf16", Setup(compression="bf16")),
+            (f"local SGD {options.local_sgd}", Setup(local_sgd=options.local_sgd)),
+        ):
+            if label.startswith("local"):
+                seen = middles["no communication"] + middles[f"{rate} average"] / options.local_sgd
+            else:
+                seen = middles[f"{rate} {label}"]
+            said = predict(node, network, 2, setup).step
+            print(f"  {rate} {label:14}{said:8.3f} s planned {seen:8.3f} s measured {100 * (said / seen - 1):+6.1f}%")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--hosts", action="store_true", help="two fake hosts instead of one; needs root")
+    parser.add_argument("--rates", nargs="+", default=["1gbit"], help="of the links between the hosts")
+    parser.add_argument("--local_sgd", type=int, default=16, metavar="K")
+    parser.add_argument("--buckets", type=int, nargs="+", help="compare these bucket sizes instead, in MB")
+    parser.add_argument("--backend", nargs="+", default=["ccl"], choices=["ccl", "gloo"])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=768)
+    options = parser.parse_args()
+    if options.serve:
+        found = json.loads(options.serve)
+        serve(Rank(**{**found, "cpus": tuple(found["cpus"])}))
+    cpus = sorted(os.sched_getaffinity(0))
+    size = {"layers": options.layers, "hidden": options.hidden}
+    run = two_hosts if options.hosts else bucket_sizes if options.buckets else one_host
+    middles = {name: statistics.median(values) for name, values in run(options, cpus, size).items()}
+    base = next(iter(middles.values()))
+    missed = 0
+    if options.hosts:
+        for rate in options.rates:
+            share = middles["no communication"] + middles[f"{rate} average"] / options.local_sgd
+            middles[f"{rate} local SGD {options.local_sgd}"] = share
+    for name, seconds in middles.items():
+        bar = next((value for word, value in BARS.items() if word in name), None)
+        missed += bar is not None and base / seconds < bar
+        told = f" (bar {bar}x)" if bar is not None else ""
+        print(f"{name:28}{seconds:8.3f} s {base / seconds:6.2f}x of {next(iter(middles))}{told}", flush=True)
+    if options.hosts:
+        from train_step import CASES, build_model
+
+        case = replace(CASES["bert-qa"], layers=options.layers, hidden=options.hidden)
+        against_plan(options, middles, sum(p.numel() for p in build_model(case).parameters()))
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
