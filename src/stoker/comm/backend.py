@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from typing import Any
@@ -30,6 +31,8 @@ def create(options: Any) -> Any:
         from stoker.comm.python_group import PythonGroup
 
         return PythonGroup(paths)
+    if paths.wire is not None:
+        _bind_wire(module, paths.wire.lib)
     return module.create(
         rank=rank,
         size=size,
@@ -38,6 +41,9 @@ def create(options: Any) -> Any:
         hosts=len(paths.hosts),
         leaders=paths.leaders,
         flat=paths.flat,
+        wire=paths.wire.handle if paths.wire else 0,
+        wire_takes=list(paths.wire.takes) if paths.wire else [False] * 4,
+        beyond=paths.beyond,
         timeout=paths.timeout.total_seconds(),
         opener=lambda source, target, tag: open_channel(paths, source, target, tag).release(),
     )
@@ -48,6 +54,13 @@ def open_channel(paths: Paths, source: int, target: int, tag: int) -> SharedMemo
     store = dist.PrefixStore(f"channel/{source}/{target}/{tag}", paths.store)
     names = [paths.names[source], paths.names[target]]
     return SharedMemory.open(store, int(paths.rank == target), 2, names, paths.timeout, _CHANNEL_PIECE)
+
+
+def _bind_wire(module: Any, lib: ctypes.CDLL) -> None:
+    from stoker.comm.oneccl import FUNCTIONS
+
+    addresses = {name: ctypes.cast(getattr(lib, f"stoker_oneccl_{name}"), ctypes.c_void_p).value for name in FUNCTIONS}
+    module.bind_wire(addresses)
 
 
 def _compiled(must: bool) -> Any:

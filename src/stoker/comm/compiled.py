@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ import torch
 from stoker.comm.engine import library
 from stoker.machine.cache_directory import cache_directory
 
-__all__ = ["CompiledUnavailable", "build", "load"]
+__all__ = ["SOURCES", "CompiledUnavailable", "build", "compile_once", "load"]
 
-SOURCE = Path(__file__).parent / "torch_backend" / "backend.cpp"
+SOURCES = Path(__file__).parent / "torch_backend"
+_OWN = ("backend.cpp", "engine.h", "lane.h", "tensors.h")
 _NAME = "stoker_ccl"
 _FUNCTIONS = (
     "error", "timeout", "abort", "destroy", "waited", "allreduce", "reduce_scatter", "allgather", "broadcast", "gather",
@@ -39,7 +41,12 @@ class CompiledUnavailable(RuntimeError):
 
 
 def _key() -> str:
-    parts = (torch.__version__, sys.implementation.cache_tag, SOURCE.read_text(), str(torch.compiled_with_cxx11_abi()))
+    parts = (
+        torch.__version__,
+        sys.implementation.cache_tag,
+        *((SOURCES / name).read_text() for name in _OWN),
+        str(torch.compiled_with_cxx11_abi()),
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -53,17 +60,24 @@ def _command(compiler: str, target: Path) -> list[str]:
     return [
         compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w",
         f"-DTORCH_EXTENSION_NAME={_NAME}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-DUSE_C10D_GLOO",
-        *(f"-I{path}" for path in includes), str(SOURCE), "-o", str(target),
+        *(f"-I{path}" for path in includes), str(SOURCES / "backend.cpp"), "-o", str(target),
         f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python",
     ]  # fmt: skip
 
 
 def build() -> Path:
     """The library for this torch, compiled if it is not there yet. One process per host compiles, the others wait."""
+    return compile_once(
+        f"{_NAME}-{_key()}.so", _command, f"the backend for torch {torch.__version__} (once, about a minute)"
+    )
+
+
+def compile_once(name: str, command: Callable[[str, Path], list[str]], what: str) -> Path:
+    """The library `name` in the cache; if it is not there, what `command(compiler, target)` makes."""
     directory = cache_directory()
     if directory is None:
         raise CompiledUnavailable("there is no cache directory; set STOKER_CACHE_DIR")
-    target = directory / f"{_NAME}-{_key()}.so"
+    target = directory / name
     if target.is_file():
         return target
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
@@ -74,21 +88,17 @@ def build() -> Path:
         with open(directory / f"{target.name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_file():
-                _compile(compiler, target)
+                print(f"stoker ccl: compiling {what}", file=sys.stderr, flush=True)
+                _compile(compiler, command, target)
     except OSError as error:
         raise CompiledUnavailable(f"{directory} cannot be written: {error.strerror}") from error
     return target
 
 
-def _compile(compiler: str, target: Path) -> None:
-    print(
-        f"stoker ccl: compiling the backend for torch {torch.__version__} (once, about a minute)",
-        file=sys.stderr,
-        flush=True,
-    )
+def _compile(compiler: str, command: Callable[[str, Path], list[str]], target: Path) -> None:
     temporary = target.with_suffix(f".{os.getpid()}.tmp")
     try:
-        result = subprocess.run(_command(compiler, temporary), capture_output=True, text=True, check=False)
+        result = subprocess.run(command(compiler, temporary), capture_output=True, text=True, check=False)
         if result.returncode:
             reason = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
             raise CompiledUnavailable(f"{compiler} failed: {reason}")

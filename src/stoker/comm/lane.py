@@ -18,6 +18,36 @@ __all__ = ["Lane"]
 _c10d: Any = torch._C._distributed_c10d  # missing in torch's stubs
 
 
+class _Work(_c10d.Work):  # type: ignore[misc]
+    """A Work made from a future keeps an error to itself when waited for; this one raises it."""
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._future.wait()  # the engine keeps its own time and names who is missing
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        if not self._future.done():
+            return False
+        try:
+            self._future.value()
+        except Exception:
+            return False
+        return True
+
+    def result(self) -> Any:
+        return self._future.value()
+
+
 class _Job:
     def __init__(self, run: Callable[[], None], result: Any) -> None:
         self._run = run
@@ -25,7 +55,7 @@ class _Job:
         self.failure: Exception | None = None
         self._over: torch.futures.Future[Any] = torch.futures.Future()
         # Future.set_exception is seen by Python only; an exception in a callback is an error for C++ (DDP) too.
-        self.work = _c10d._create_work_from_future(self._over.then(self._outcome))
+        self.work = _Work(self._over.then(self._outcome))
 
     def perform(self) -> None:
         try:
@@ -71,7 +101,7 @@ class Lane:
                     self._busy = False
                     self._change.notify_all()
             if job.failure is not None:
-                raise job.failure  # a Work made from a future keeps an error to itself when waited for
+                raise job.failure
         return job.work
 
     def close(self) -> None:

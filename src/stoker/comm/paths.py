@@ -1,4 +1,5 @@
-"""The ways between the ranks of a group: shared memory within a host, one leader per host on the wire, gloo for the rest.
+"""The ways between the ranks of a group: shared memory within a host, one leader per host on the wire (oneCCL or gloo),
+and gloo between all ranks for the rest.
 
 `open_paths` lets all ranks of a group agree on them; the process groups (backend.py, python_group.py) only travel them.
 """
@@ -15,11 +16,13 @@ import torch.distributed as dist
 
 from stoker.comm.engine import SharedMemory, SharedMemoryUnavailable
 from stoker.comm.hosts import exchange, group_by_host, host_identity, own_address
+from stoker.comm.wire import OneCCL, open_oneccl
 
 __all__ = ["ENGINES", "Paths", "chosen_engine", "open_paths"]
 
-ENGINES = ("auto", "shm", "gloo")
-"""What STOKER_CCL_ENGINE may be: choose; own shared memory within hosts; gloo for everything."""
+ENGINES = ("auto", "shm", "gloo", "oneccl")
+"""What STOKER_CCL_ENGINE may be. auto: shared memory within hosts, between them what measures faster; shm: shared memory and
+gloo; oneccl: shared memory and oneCCL, or an error; gloo: gloo for everything."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Paths:
     """The ranks of this host; None if they cannot share memory, or must not."""
     leaders: Any = None
     """gloo between the leaders; on leaders only, and only with several hosts."""
+    wire: OneCCL | None = None
+    """oneCCL between the leaders, where it is installed."""
     flat: Any = None
     """gloo between all ranks, for what shared memory does not cover."""
     here: tuple[int, ...] = field(default=())
@@ -50,6 +55,11 @@ class Paths:
     @property
     def hierarchical(self) -> bool:
         return self.local is not None and len(self.hosts) > 1
+
+    @property
+    def beyond(self) -> str:
+        """How errors call the other hosts: by the ranks that lead them."""
+        return ", ".join(f"rank {self.names[ranks[0]]}" for ranks in self.hosts if self.rank not in ranks)
 
     def close(self) -> None:
         if self.local is not None:
@@ -66,12 +76,14 @@ def chosen_engine() -> str:
 def open_paths(store: dist.Store, rank: int, size: int, names: tuple[int, ...], timeout: timedelta) -> Paths:
     """Meets the other ranks through `store` and opens what is needed between them. Collective over the group."""
     engine = chosen_engine()
-    hosts = tuple(tuple(ranks) for ranks in group_by_host(exchange(store, "host", rank, size, host_identity())))
+    identities = exchange(store, "host", rank, size, host_identity())
+    hosts = tuple(tuple(ranks) for ranks in group_by_host(identities))
     engines = exchange(store, "engine", rank, size, engine)
     if len(set(engines)) > 1:
         raise ValueError(
             f"STOKER_CCL_ENGINE differs between the ranks: {', '.join(sorted(set(engines)))}; set it alike on all"
         )
+    host_names = "\n".join(sorted(set(identities)))
     here = next(ranks for ranks in hosts if rank in ranks)
     local, reason = None, f"STOKER_CCL_ENGINE={engine}"
     if engine != "gloo":
@@ -83,15 +95,38 @@ def open_paths(store: dist.Store, rank: int, size: int, names: tuple[int, ...], 
         return Paths(rank, size, names, hosts, timeout, store, local, here=here)
     if local is None and rank == 0:
         _say(f"no shared memory between the ranks of a host ({reason}); gloo carries everything")
-    elif rank == 0:
-        _say(f"{size} ranks on {len(hosts)} hosts: shared memory within a host, gloo between the leaders")
     address = own_address(store, rank, size)
     leaders = None
     if local is not None and rank == here[0]:
         place = [ranks[0] for ranks in hosts].index(rank)
         leaders = _gloo(dist.PrefixStore("leaders", store), place, len(hosts), timeout, address)
+    wire, between = None, ""
+    if leaders is not None and engine in {"auto", "oneccl"}:
+        wire, between = open_oneccl(
+            dist.PrefixStore("oneccl", store),
+            place,
+            len(hosts),
+            host_names,
+            leaders,
+            address,
+            timeout,
+            engine == "oneccl",
+        )
+    _require(store, rank, size, engine, between)
+    if local is not None and rank == 0:
+        means = wire.described() if wire else "gloo"
+        why = f" ({between})" if between else ""
+        _say(f"{size} ranks on {len(hosts)} hosts: shared memory within a host, {means} between the leaders{why}")
     flat = _gloo(dist.PrefixStore("flat", store), rank, size, timeout, address)
-    return Paths(rank, size, names, hosts, timeout, store, local, leaders, flat, here)
+    return Paths(rank, size, names, hosts, timeout, store, local, leaders, wire, flat, here)
+
+
+def _require(store: dist.Store, rank: int, size: int, engine: str, trouble: str) -> None:
+    """Where oneCCL was asked for by name, all ranks raise if any leader cannot have it."""
+    if engine != "oneccl":
+        return
+    if reasons := list(filter(None, exchange(store, "oneccl required", rank, size, trouble))):
+        raise RuntimeError(f"STOKER_CCL_ENGINE=oneccl: {reasons[0]}")
 
 
 def _open_local(

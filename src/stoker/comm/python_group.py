@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stoker.comm.backend import open_channel
-from stoker.comm.engine import DTYPES, OPS, SharedMemory
+from stoker.comm.engine import DTYPES, OPS, CollectiveError, SharedMemory
 from stoker.comm.lane import Lane
 from stoker.comm.paths import Paths
 
@@ -37,7 +37,8 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(paths.rank, paths.size)
         self.paths = paths
         self._group_name = self._group_desc = ""
-        self._timeout = paths.timeout
+        self._timeout = self._now_timeout = paths.timeout
+        self._wire = paths.wire
         self._lane = Lane("ccl")
         self._channels: dict[tuple[int, int, int], tuple[Lane, list[SharedMemory]]] = {}
         self._opening = threading.Lock()
@@ -81,8 +82,12 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
                 memory.close()
         self._channels.clear()
         self.paths.close()
+        if self._wire is not None:
+            self._wire.leave()
+            self._wire = None
 
     def abort(self) -> None:
+        self._wire = None
         if self.paths.local is not None:
             self.paths.local.abort(f"rank {self.paths.names[self.paths.rank]} aborted the group")
         self.shutdown()
@@ -286,37 +291,57 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _hierarchical_allreduce(self, tensor: Tensor, op: str) -> None:
         """Reduce within the host, between the leaders, and hand out; a piece is on the wire while the next is reduced."""
-        local, leaders = self.paths.local, self.paths.leaders
+        local = self.paths.local
         assert local is not None
         inner = "SUM" if op == "AVG" else op
         each = max(1, _WIRE_PIECE // tensor.element_size())
         pieces = list(tensor.split(each)) if tensor.numel() else [tensor]
-        flying: list[tuple[Tensor, Any]] = []
+        flying: list[tuple[Tensor, Callable[[], Any]]] = []
 
-        def land() -> None:
-            piece, work = flying.pop(0)
-            if work is not None:
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    local.abort(f"the way to another host failed: {error}")
-                    raise
-                if op == "AVG":
-                    piece /= self.size()
+        def hand_out() -> None:
+            piece, landing = flying.pop(0)
+            try:
+                landing()
+            except RuntimeError as error:
+                trouble = f"the way to another host failed (to {self.paths.beyond}): {error}"
+                local.abort(trouble)
+                raise CollectiveError(f"ccl: {trouble}") from error
+            if op == "AVG" and self.paths.leaders is not None:
+                piece /= self.size()
             local.call("broadcast", piece.data_ptr(), piece.numel() * piece.element_size(), 0)
 
         for piece in pieces:
             local.call("allreduce", piece.data_ptr(), piece.numel(), _code(piece), _op_code(inner), 0)
-            work = None
-            if leaders is not None:
-                options = dist.AllreduceOptions()
-                options.reduceOp = getattr(dist.ReduceOp, inner)
-                work = leaders.allreduce([piece], options)
-            flying.append((piece, work))
+            flying.append((piece, self._take_off(piece, inner)))
             if len(flying) > 1:
-                land()
+                hand_out()
         while flying:
-            land()
+            hand_out()
+
+    def _take_off(self, piece: Tensor, op: str) -> Callable[[], Any]:
+        """Starts a piece on its way between the leaders; what it returns waits for it. Nothing on ranks that do not lead."""
+        if self.paths.leaders is None:
+            return lambda: None
+        if piece.dtype == torch.bool:  # truth values travel as bytes: any is their maximum, all their minimum
+            piece = piece.view(torch.uint8)
+            op = op if op == "BXOR" else "MIN" if op in {"PRODUCT", "MIN", "BAND"} else "MAX"
+        timeout, wire = self._now_timeout, self._wire
+        if wire is not None and wire.carries(piece, op):
+            request = wire.start(piece, op)
+
+            def land() -> None:
+                try:
+                    wire.wait(request, timeout)
+                except RuntimeError:
+                    self._wire = None  # forgotten, not left: leaving would wait for the other hosts
+                    raise
+
+            return land
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, op)
+        options.timeout = timeout
+        work = self.paths.leaders.allreduce([piece], options)
+        return lambda: work.wait()
 
     # --- small things
 
@@ -334,6 +359,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         def timed() -> None:
             assert self.paths.local is not None
             self.paths.local.set_timeout(timeout)
+            self._now_timeout = timeout
             run()
 
         return self._lane.submit(timed, result, inline=not opts.asyncOp)

@@ -1,10 +1,10 @@
 """Makes "ccl" a backend of torch.distributed. Called by torch itself at `import torch`, through the entry point in group
-`torch.backends`, so it imports next to nothing and never raises: a script that does not use it must not notice it.
+`torch.backends`, so it imports next to nothing and never raises: whatever is broken costs one line, not every script.
 """
 
 from __future__ import annotations
 
-import contextlib
+import sys
 from typing import Any
 
 __all__ = ["register"]
@@ -12,11 +12,15 @@ __all__ = ["register"]
 
 def register() -> None:
     """Registers the backend "ccl" for CPU tensors, unless somebody else has."""
-    with contextlib.suppress(Exception):
+    try:
         import torch.distributed as dist
 
         if dist.is_available() and "ccl" not in dist.Backend.backend_list:
             dist.Backend.register_backend("ccl", _create, extended_api=True, devices=["cpu"])
+    except Exception as error:
+        print(
+            f"stoker ccl: the backend is not registered: {type(error).__name__}: {error}", file=sys.stderr, flush=True
+        )
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:

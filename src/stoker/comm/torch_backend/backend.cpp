@@ -1,251 +1,31 @@
 // The backend "ccl" as a c10d::Backend, compiled against the torch it runs with (see ../compiled.py).
 //
-// It turns tensors into addresses and hands them to the shared-memory engine, whose functions it gets as a table of
-// pointers: it links to torch alone. Each group has a lane: operations run in the order they were given, on the lane's
-// thread, or on the thread that waits for them, whichever comes first.
+// It turns tensors into addresses (tensors.h) and hands them to the shared-memory engine (engine.h), in the order of the
+// group's lane (lane.h). This file holds the collectives.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
-#include <condition_variable>
-#include <deque>
 #include <map>
-#include <mutex>
-#include <thread>
+
+#include "engine.h"
+#include "lane.h"
+#include "tensors.h"
 
 namespace {
-
-using c10d::Work;
-using Milliseconds = std::chrono::milliseconds;
-template <typename T>
-using Ref = c10::intrusive_ptr<T>;
-
-// The engine's C interface (csrc/comm.cpp), filled in by address from Python.
-struct Engine {
-  const char* (*error)(void*);
-  void (*timeout)(void*, double);
-  void (*abort)(void*, const char*);
-  void (*destroy)(void*);
-  double (*waited)(void*, double*);
-  int (*allreduce)(void*, void*, int64_t, int, int, int);
-  int (*reduce_scatter)(void*, const void* const*, void*, const int64_t*, int, int);
-  int (*allgather)(void*, const void*, void* const*, const int64_t*);
-  int (*broadcast)(void*, void*, int64_t, int);
-  int (*gather)(void*, const void*, void* const*, int64_t, int);
-  int (*scatter)(void*, const void* const*, void*, int64_t, int);
-  int (*alltoall)(void*, const void* const*, const int64_t*, void* const*, const int64_t*);
-  int (*barrier)(void*);
-} engine;
-
-void check(void* group, int code) {
-  if (code) C10_THROW_ERROR(DistBackendError, std::string("ccl: ") + engine.error(group));
-}
-
-int type_code(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat: return 0;
-    case at::kDouble: return 1;
-    case at::kBFloat16: return 2;
-    case at::kHalf: return 3;
-    case at::kChar: return 4;
-    case at::kByte: return 5;
-    case at::kShort: return 6;
-    case at::kInt: return 7;
-    case at::kLong: return 8;
-    case at::kBool: return 9;
-    default: TORCH_CHECK(false, "ccl cannot reduce ", tensor.scalar_type(), "; it reduces float32, float64, bfloat16, float16, "
-                         "int8, uint8, int16, int32, int64 and bool");
-  }
-}
-
-int op_code(const c10d::ReduceOp& op) {
-  switch (op) {
-    case c10d::ReduceOp::SUM: return 0;
-    case c10d::ReduceOp::AVG: return 1;
-    case c10d::ReduceOp::PRODUCT: return 2;
-    case c10d::ReduceOp::MIN: return 3;
-    case c10d::ReduceOp::MAX: return 4;
-    case c10d::ReduceOp::BAND: return 5;
-    case c10d::ReduceOp::BOR: return 6;
-    case c10d::ReduceOp::BXOR: return 7;
-    default: TORCH_CHECK(false, "ccl knows the reductions SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR");
-  }
-}
-
-// A tensor as contiguous memory; back() copies a stand-in's contents to the tensor it stands for.
-struct Dense {
-  explicit Dense(const at::Tensor& tensor) : tensor(tensor) {
-    TORCH_CHECK(tensor.device().is_cpu() && tensor.layout() == at::kStrided, "ccl works on dense CPU tensors, not on one of ",
-                tensor.layout(), " on ", tensor.device());
-    dense = tensor.contiguous();
-  }
-  void* data() const { return dense.data_ptr(); }
-  int64_t count() const { return dense.numel(); }
-  int64_t bytes() const { return static_cast<int64_t>(dense.nbytes()); }
-  void back() const {
-    if (!dense.is_same(tensor)) tensor.detach().copy_(dense);
-  }
-  at::Tensor tensor, dense;
-};
-
-std::vector<Dense> dense(const std::vector<at::Tensor>& tensors) {
-  std::vector<Dense> all;
-  for (const auto& tensor : tensors) all.emplace_back(tensor);
-  return all;
-}
-
-std::vector<void*> addresses(const std::vector<Dense>& items) {
-  std::vector<void*> all;
-  for (const auto& item : items) all.push_back(item.data());
-  return all;
-}
-
-std::vector<int64_t> sizes_in_bytes(const std::vector<Dense>& items) {
-  std::vector<int64_t> all;
-  for (const auto& item : items) all.push_back(item.bytes());
-  return all;
-}
-
-std::vector<at::Tensor> parts(const at::Tensor& tensor, int count) {
-  const auto flat = tensor.view({-1});
-  TORCH_CHECK(flat.numel() % count == 0, "a tensor of ", flat.numel(), " elements cannot be divided among ", count, " ranks");
-  const int64_t each = flat.numel() / count;
-  std::vector<at::Tensor> all;
-  for (int i = 0; i < count; ++i) all.push_back(flat.narrow(0, i * each, each));
-  return all;
-}
-
-class Lane;
-
-class Job : public Work {
- public:
-  Job(Lane& lane, int rank, c10d::OpType kind, std::function<void()> run, std::vector<at::Tensor> results)
-      : Work(rank, kind), lane_(lane), run_(std::move(run)), results_(std::move(results)) {}
-
-  bool wait(Milliseconds timeout) override;
-  std::vector<at::Tensor> result() override { return results_; }
-  void abort() override { TORCH_CHECK(false, "an operation of ccl cannot be aborted alone; abort the group"); }
-
-  Ref<c10::ivalue::Future> getFuture() override {
-    const std::lock_guard<std::mutex> hold(future_mutex_);
-    if (!future_) {
-      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-      if (over_) settle();
-    }
-    return future_;
-  }
-
-  void perform() {
-    std::exception_ptr failure;
-    try {
-      run_();
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    run_ = nullptr;  // lets go of the tensors
-    failure_ = failure;
-    finish(failure);
-    const std::lock_guard<std::mutex> hold(future_mutex_);
-    over_ = true;
-    if (future_) settle();
-  }
-
- private:
-  void settle() {
-    if (failure_)
-      future_->setError(failure_);
-    else
-      future_->markCompleted(c10::IValue(results_));
-  }
-  Lane& lane_;
-  std::function<void()> run_;
-  std::vector<at::Tensor> results_;
-  std::exception_ptr failure_;
-  std::mutex future_mutex_;
-  Ref<c10::ivalue::Future> future_;
-  bool over_ = false;
-};
-
-class Lane {
- public:
-  ~Lane() { close(); }
-
-  // `waits`: the caller is going to wait at once, so the lane's own thread need not wake up for it.
-  void submit(const Ref<Job>& job, bool waits) {
-    const std::lock_guard<std::mutex> hold(mutex_);
-    TORCH_CHECK(!closed_, "this ccl group has been destroyed");
-    jobs_.push_back(job);
-    if (waits) return;
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
-    change_.notify_all();
-  }
-
-  // Runs what is before `job` and the job itself here, unless another thread is at it; then waits for that thread.
-  void help(Job& job) {
-    std::unique_lock<std::mutex> hold(mutex_);
-    while (!job.isCompleted()) {
-      if (busy_ || jobs_.empty())
-        change_.wait_for(hold, Milliseconds(100));
-      else
-        run_first(hold);
-    }
-  }
-
-  void close() {
-    {
-      const std::lock_guard<std::mutex> hold(mutex_);
-      closed_ = true;
-      change_.notify_all();
-    }
-    if (thread_.joinable()) thread_.join();
-  }
-
- private:
-  void serve() {
-    std::unique_lock<std::mutex> hold(mutex_);
-    for (;;) {
-      change_.wait(hold, [this] { return !busy_ && (!jobs_.empty() || closed_); });
-      if (jobs_.empty()) return;
-      run_first(hold);
-    }
-  }
-
-  void run_first(std::unique_lock<std::mutex>& hold) {
-    const Ref<Job> job = jobs_.front();
-    jobs_.pop_front();
-    busy_ = true;
-    hold.unlock();
-    job->perform();
-    hold.lock();
-    busy_ = false;
-    change_.notify_all();
-  }
-
-  std::mutex mutex_;
-  std::condition_variable change_;
-  std::deque<Ref<Job>> jobs_;
-  std::thread thread_;
-  bool busy_ = false, closed_ = false;
-};
-
-bool Job::wait(Milliseconds) {
-  // The engine keeps its own time and names who is missing, which a timeout here could not.
-  lane_.help(*this);
-  const std::lock_guard<std::mutex> hold(mutex_);
-  if (exception_) std::rethrow_exception(exception_);
-  return true;
-}
 
 class Backend : public c10d::Backend {
  public:
   using Opener = std::function<uintptr_t(int, int, int)>;  // source, target, tag -> a channel's group
 
   Backend(int rank, int size, uintptr_t local, std::vector<int> here, int hosts, Ref<c10d::Backend> leaders,
-          Ref<c10d::Backend> flat, double timeout, Opener opener)
+          Ref<c10d::Backend> flat, uintptr_t wire, std::vector<bool> wire_takes, std::string beyond, double timeout,
+          Opener opener)
       : c10d::Backend(rank, size), local_(reinterpret_cast<void*>(local)), here_(std::move(here)), hosts_(hosts),
-        leaders_(std::move(leaders)), flat_(std::move(flat)), timeout_(timeout), opener_(std::move(opener)) {}
+        leaders_(std::move(leaders)), flat_(std::move(flat)), wire_(reinterpret_cast<void*>(wire)),
+        wire_takes_(std::move(wire_takes)), beyond_(std::move(beyond)), timeout_(timeout), opener_(std::move(opener)) {}
 
   ~Backend() override { shutdown(); }
 
@@ -274,9 +54,12 @@ class Backend : public c10d::Backend {
     lane_.close();
     if (local_) engine.destroy(local_);
     local_ = nullptr;
+    if (wire_) wire_functions.leave(wire_, kLongestFarewell);
+    wire_ = nullptr;
   }
 
   void abort() override {
+    wire_ = nullptr;
     if (local_) engine.abort(local_, ("rank " + std::to_string(getRank()) + " aborted the group").c_str());
     shutdown();
   }
@@ -418,6 +201,9 @@ class Backend : public c10d::Backend {
   }
 
  private:
+  static constexpr int64_t kWirePiece = 8 << 20, kSmallOnWire = 64 << 10;
+  static constexpr double kLongestFarewell = 10;
+
   struct Channel {
     void* group = nullptr;
     Lane lane;
@@ -432,6 +218,7 @@ class Backend : public c10d::Backend {
     const double timeout = asked > 0 ? asked : timeout_;
     auto job = c10::make_intrusive<Job>(lane_, getRank(), kind, [this, timeout, run = std::move(run)] {
       engine.timeout(local_, timeout);
+      now_timeout_ = timeout;
       run();
     }, std::move(results));
     lane_.submit(job, !opts.asyncOp);
@@ -470,45 +257,79 @@ class Backend : public c10d::Backend {
     });
   }
 
+  // A piece on its way between the hosts: by oneCCL (request), by gloo (work), or, on ranks that do not lead, by neither.
+  struct Flight {
+    at::Tensor piece;
+    Ref<Work> work;
+    void* request = nullptr;
+  };
+
+  Flight take_off(const at::Tensor& piece, int op) {
+    Flight flight{piece, {}, nullptr};
+    if (!leaders_) return flight;
+    // Truth values travel as bytes: any is their maximum, all their minimum.
+    const bool truth = piece.scalar_type() == at::kBool;
+    const at::Tensor sent = truth ? piece.view(at::kByte) : piece;
+    if (truth && op != 7) op = op == 2 || op == 3 || op == 5 ? 3 : 4;
+    const int type = type_code(sent);
+    if (wire_ && wire_takes_[2 * (type == 2 || type == 3) + (sent.nbytes() > kSmallOnWire)] && wire_functions.reduces(type, op)) {
+      flight.request = wire_functions.allreduce(wire_, sent.data_ptr(), sent.numel(), type, op);
+      return flight;
+    }
+    static const c10d::ReduceOp::RedOpType kOps[] = {c10d::ReduceOp::SUM, c10d::ReduceOp::AVG, c10d::ReduceOp::PRODUCT,
+                                                     c10d::ReduceOp::MIN, c10d::ReduceOp::MAX, c10d::ReduceOp::BAND,
+                                                     c10d::ReduceOp::BOR, c10d::ReduceOp::BXOR};
+    std::vector<at::Tensor> tensors{sent};
+    c10d::AllreduceOptions options;
+    options.reduceOp = kOps[op];
+    options.timeout = Milliseconds(static_cast<int64_t>(now_timeout_ * 1000));
+    flight.work = leaders_->allreduce(tensors, options);
+    return flight;
+  }
+
+  void land(const Flight& flight, bool average) {
+    if (!leaders_) return;
+    std::string trouble;
+    if (flight.request) {
+      if (wire_functions.wait(flight.request, now_timeout_)) {
+        trouble = wire_functions.error();
+        wire_ = nullptr;  // forgotten, not left: leaving would wait for the other hosts
+      }
+    } else {
+      try {
+        flight.work->wait();
+      } catch (const std::exception& error) {
+        trouble = error.what();
+      }
+    }
+    if (!trouble.empty()) {
+      trouble = "the way to another host failed (to " + beyond_ + "): " + trouble;
+      engine.abort(local_, trouble.c_str());
+      C10_THROW_ERROR(DistBackendError, "ccl: " + trouble);
+    }
+    if (average) flight.piece.div_(getSize());
+  }
+
   // Reduce within the host, between the leaders, and hand out; a piece is on the wire while the next is reduced.
   void allreduce_between_hosts(const at::Tensor& flat, int op) {
-    constexpr int64_t kWirePiece = 8 << 20;
     const bool average = op == 1;
     const int inner = average ? 0 : op;
     const int type = type_code(flat);
     const int64_t each = kWirePiece / static_cast<int64_t>(flat.element_size());
-    std::deque<std::pair<at::Tensor, Ref<Work>>> flying;
-    const auto land = [&] {
-      auto [piece, work] = flying.front();
+    std::deque<Flight> flying;
+    const auto hand_out = [&] {
+      const Flight flight = flying.front();
       flying.pop_front();
-      if (work) {
-        try {
-          work->wait();
-        } catch (const std::exception& error) {
-          engine.abort(local_, (std::string("the way to another host failed: ") + error.what()).c_str());
-          throw;
-        }
-        if (average) piece.div_(getSize());
-      }
-      check(local_, engine.broadcast(local_, piece.data_ptr(), static_cast<int64_t>(piece.nbytes()), 0));
+      land(flight, average);
+      check(local_, engine.broadcast(local_, flight.piece.data_ptr(), static_cast<int64_t>(flight.piece.nbytes()), 0));
     };
-    static const c10d::ReduceOp::RedOpType kOps[] = {c10d::ReduceOp::SUM, c10d::ReduceOp::AVG, c10d::ReduceOp::PRODUCT,
-                                                     c10d::ReduceOp::MIN, c10d::ReduceOp::MAX, c10d::ReduceOp::BAND,
-                                                     c10d::ReduceOp::BOR, c10d::ReduceOp::BXOR};
     for (int64_t at = 0; at == 0 || at < flat.numel(); at += each) {
       const at::Tensor piece = flat.narrow(0, at, std::min(each, flat.numel() - at));
       check(local_, engine.allreduce(local_, piece.data_ptr(), piece.numel(), type, inner, 0));
-      Ref<Work> work;
-      if (leaders_) {
-        std::vector<at::Tensor> tensors{piece};
-        c10d::AllreduceOptions options;
-        options.reduceOp = kOps[inner];
-        work = leaders_->allreduce(tensors, options);
-      }
-      flying.emplace_back(piece, work);
-      if (flying.size() > 1) land();
+      flying.push_back(take_off(piece, inner));
+      if (flying.size() > 1) hand_out();
     }
-    while (!flying.empty()) land();
+    while (!flying.empty()) hand_out();
   }
 
   // A channel of two ranks per direction and tag, so that no message waits behind another.
@@ -533,35 +354,20 @@ class Backend : public c10d::Backend {
   std::vector<int> here_;
   int hosts_;
   Ref<c10d::Backend> leaders_, flat_;
-  double timeout_;
+  void* wire_;                    // oneCCL between the leaders, or null
+  std::vector<bool> wire_takes_;  // small, large, small and 16 bits, large and 16 bits: whether oneCCL is faster than gloo
+  std::string beyond_;            // how errors call the other hosts
+  double timeout_, now_timeout_ = 0;
   Opener opener_;
   Lane lane_;
   std::map<std::tuple<int, int, int>, std::shared_ptr<Channel>> channels_;
 };
 
-void bind_engine(const std::map<std::string, uintptr_t>& table) {
-  const auto take = [&](auto& pointer, const char* name) {
-    pointer = reinterpret_cast<std::decay_t<decltype(pointer)>>(table.at(name));
-  };
-  take(engine.error, "error");
-  take(engine.timeout, "timeout");
-  take(engine.abort, "abort");
-  take(engine.destroy, "destroy");
-  take(engine.waited, "waited");
-  take(engine.allreduce, "allreduce");
-  take(engine.reduce_scatter, "reduce_scatter");
-  take(engine.allgather, "allgather");
-  take(engine.broadcast, "broadcast");
-  take(engine.gather, "gather");
-  take(engine.scatter, "scatter");
-  take(engine.alltoall, "alltoall");
-  take(engine.barrier, "barrier");
-}
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("bind_engine", &bind_engine);
+  module.def("bind_wire", &bind_wire);
   module.def("waited", [](const Ref<c10d::Backend>& backend) {
     const auto* mine = dynamic_cast<const Backend*>(backend.get());
     return mine ? mine->waited() : std::map<int, double>();
@@ -569,11 +375,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "create",
       [](int rank, int size, uintptr_t local, std::vector<int> here, int hosts, Ref<c10d::Backend> leaders,
-         Ref<c10d::Backend> flat, double timeout, Backend::Opener opener) -> Ref<c10d::Backend> {
-        return c10::make_intrusive<Backend>(rank, size, local, std::move(here), hosts, std::move(leaders), std::move(flat),
-                                            timeout, std::move(opener));
+         Ref<c10d::Backend> flat, uintptr_t wire, std::vector<bool> wire_takes, std::string beyond, double timeout,
+         Backend::Opener opener) -> Ref<c10d::Backend> {
+        return c10::make_intrusive<Backend>(rank, size, local, std::move(here), hosts, std::move(leaders), std::move(flat), wire,
+                                            std::move(wire_takes), std::move(beyond), timeout, std::move(opener));
       },
       pybind11::arg("rank"), pybind11::arg("size"), pybind11::arg("local"), pybind11::arg("here"), pybind11::arg("hosts"),
-      pybind11::arg("leaders").none(true), pybind11::arg("flat").none(true), pybind11::arg("timeout"),
-      pybind11::arg("opener"));
+      pybind11::arg("leaders").none(true), pybind11::arg("flat").none(true), pybind11::arg("wire"),
+      pybind11::arg("wire_takes"), pybind11::arg("beyond"), pybind11::arg("timeout"), pybind11::arg("opener"));
 }

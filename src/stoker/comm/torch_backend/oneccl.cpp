@@ -1,0 +1,260 @@
+// A plain C door to oneCCL, whose interface is C++: allreduce between the leaders of hosts, nothing else.
+//
+// Compiled on first use against the oneCCL that is installed (see ../oneccl.py). One thread makes all calls of oneCCL and
+// drives whatever is on the wire, so that the callers can meanwhile reduce the next piece, and operations of several groups
+// may begin in any order. A wait ends at its deadline: oneCCL itself waits for ever for a host that has died.
+#include <oneapi/ccl.hpp>
+
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <iostream>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#define API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Wire {
+  std::shared_ptr<ccl::kvs> meeting;
+  std::optional<ccl::communicator> ranks;
+};
+
+struct Task {
+  std::function<ccl::event()> begin;  // an operation on the wire
+  std::function<void()> run;          // or a call that blocks until it is done
+  std::optional<ccl::event> event;
+  std::string error;
+  bool done = false, abandoned = false;
+};
+using Shared = std::shared_ptr<Task>;
+
+thread_local std::string last_error;
+
+class Driver {
+ public:
+  void give(const Shared& task) {
+    const std::lock_guard<std::mutex> hold(mutex_);
+    if (!started_) std::thread([this] { drive(); }).detach();  // it may be stuck in oneCCL when the process ends
+    started_ = true;
+    fresh_.push_back(task);
+    change_.notify_all();
+  }
+
+  // 0: done. 1: failed. 2: not done within `seconds`.
+  int await(const Shared& task, double seconds) {
+    std::unique_lock<std::mutex> hold(mutex_);
+    if (!change_.wait_for(hold, std::chrono::duration<double>(std::min(seconds, 1e8)), [&] { return task->done; })) {
+      task->abandoned = true;
+      last_error = "no answer from another host within " + std::to_string(static_cast<int>(seconds)) + " s";
+      return 2;
+    }
+    last_error = task->error;
+    return task->error.empty() ? 0 : 1;
+  }
+
+ private:
+  void drive() {
+    prctl(PR_SET_TIMERSLACK, 1000UL);  // in ns; by default a sleep of 20 us takes 70, too long for a fast wire
+    int idle = 0;
+    for (;;) {
+      Shared task;
+      {
+        std::unique_lock<std::mutex> hold(mutex_);
+        if (active_.empty()) change_.wait(hold, [this] { return !fresh_.empty(); });
+        // What blocks waits until the wire is empty: another host may need this one's help to get there too.
+        if (!fresh_.empty() && (fresh_.front()->begin || active_.empty())) {
+          task = fresh_.front();
+          fresh_.pop_front();
+        }
+      }
+      if (task) start(task);
+      idle = advance() || task ? 0 : idle + 1;
+      if (idle > kSpins)
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+      else if (idle)
+        std::this_thread::yield();
+    }
+  }
+
+  void start(const Shared& task) {
+    const bool failed = !attempt(task, [&] {
+      if (task->begin)
+        task->event.emplace(task->begin());
+      else
+        task->run();
+    });
+    if (failed || task->run)
+      finish(task);
+    else
+      active_.push_back(task);
+  }
+
+  bool advance() {
+    bool any = false;
+    for (auto at = active_.begin(); at != active_.end();) {
+      bool over = (*at)->abandoned;
+      if (!over) over = !attempt(*at, [&] { over = (*at)->event->test(); }) || over;
+      if (over) {
+        if ((*at)->abandoned) new std::optional<ccl::event>(std::move((*at)->event));  // its memory is oneCCL's for good
+        finish(*at);
+        at = active_.erase(at);
+        any = true;
+      } else {
+        ++at;
+      }
+    }
+    return any;
+  }
+
+  template <typename F>
+  static bool attempt(const Shared& task, F&& body) {
+    try {
+      body();
+      return true;
+    } catch (const std::exception& error) {
+      task->error = error.what();
+    } catch (...) {
+      task->error = "oneCCL failed without words";
+    }
+    return false;
+  }
+
+  void finish(const Shared& task) {
+    const std::lock_guard<std::mutex> hold(mutex_);
+    task->begin = nullptr;
+    task->done = true;
+    change_.notify_all();
+  }
+
+  static constexpr int kSpins = 200;
+  std::mutex mutex_;
+  std::condition_variable change_;
+  std::deque<Shared> fresh_;
+  std::list<Shared> active_;
+  bool started_ = false;
+};
+
+// Never destroyed: its thread may outlive main().
+Driver& driver() {
+  static Driver* const one = new Driver;
+  return *one;
+}
+
+// oneCCL remarks on stdout that its log level was set; whatever it says belongs to stderr.
+void initialise() {
+  static bool done = false;
+  if (done) return;
+  std::fflush(stdout);
+  const int kept = dup(1);
+  dup2(2, 1);
+  try {
+    ccl::init();
+    done = true;
+  } catch (...) {
+    std::cout.flush();
+    dup2(kept, 1);
+    close(kept);
+    throw;
+  }
+  std::cout.flush();
+  std::fflush(stdout);
+  dup2(kept, 1);
+  close(kept);
+}
+
+std::shared_ptr<ccl::kvs> meeting;  // the first rank keeps it between announce() and join()
+
+// The numbers of csrc/comm/reduce.h; -1: oneCCL has none for it.
+constexpr int kTypes[] = {
+    static_cast<int>(ccl::datatype::float32), static_cast<int>(ccl::datatype::float64),
+    static_cast<int>(ccl::datatype::bfloat16), static_cast<int>(ccl::datatype::float16),
+    static_cast<int>(ccl::datatype::int8), static_cast<int>(ccl::datatype::uint8),
+    static_cast<int>(ccl::datatype::int16), static_cast<int>(ccl::datatype::int32),
+    static_cast<int>(ccl::datatype::int64), -1,
+};
+constexpr int kOps[] = {
+    static_cast<int>(ccl::reduction::sum), -1, static_cast<int>(ccl::reduction::prod), static_cast<int>(ccl::reduction::min),
+    static_cast<int>(ccl::reduction::max), -1, -1, -1,
+};
+
+int blocking(double seconds, std::function<void()> run) {
+  const auto task = std::make_shared<Task>();
+  task->run = std::move(run);
+  driver().give(task);
+  return driver().await(task, seconds);
+}
+
+}  // namespace
+
+API const char* stoker_oneccl_error() { return last_error.c_str(); }
+
+API std::int64_t stoker_oneccl_address_bytes() { return ccl::kvs::address_max_size; }
+
+// The first rank: opens the meeting point and writes its address, which the others hand to join().
+API int stoker_oneccl_announce(char* address, double seconds) {
+  const auto found = std::make_shared<ccl::kvs::address_type>();
+  const int code = blocking(seconds, [found] {
+    initialise();
+    meeting = ccl::create_main_kvs();
+    *found = meeting->get_address();
+  });
+  if (!code) std::memcpy(address, found->data(), found->size());
+  return code;
+}
+
+// All ranks; null on failure.
+API void* stoker_oneccl_join(int rank, int size, const char* address, double seconds) {
+  const auto wire = std::make_shared<Wire>();
+  ccl::kvs::address_type where;
+  std::memcpy(where.data(), address, where.size());
+  const int code = blocking(seconds, [wire, where, rank, size] {
+    initialise();
+    wire->meeting = rank == 0 ? std::move(meeting) : ccl::create_kvs(where);
+    wire->ranks.emplace(ccl::create_communicator(size, rank, wire->meeting));
+  });
+  return code ? nullptr : new Wire(std::move(*wire));
+}
+
+// Whether allreduce() takes this pair.
+API int stoker_oneccl_reduces(int type, int op) {
+  return type >= 0 && type < 10 && op >= 0 && op < 8 && kTypes[type] >= 0 && kOps[op] >= 0;
+}
+
+// In place; returns at once with what wait() takes.
+API void* stoker_oneccl_allreduce(void* handle, void* data, std::int64_t count, int type, int op) {
+  auto* wire = static_cast<Wire*>(handle);
+  auto* task = new Shared(std::make_shared<Task>());
+  (*task)->begin = [wire, data, count, type, op] {
+    return ccl::allreduce(data, data, static_cast<std::size_t>(count), static_cast<ccl::datatype>(kTypes[type]),
+                          static_cast<ccl::reduction>(kOps[op]), *wire->ranks);
+  };
+  driver().give(*task);
+  return task;
+}
+
+// 0: done. 1: failed. 2: late; stoker_oneccl_error() tells. The request is gone afterwards.
+API int stoker_oneccl_wait(void* request, double seconds) {
+  const std::unique_ptr<Shared> task(static_cast<Shared*>(request));
+  return driver().await(*task, seconds);
+}
+
+// In good order, all ranks together; a wire that has failed is not left but forgotten.
+API void stoker_oneccl_leave(void* handle, double seconds) {
+  blocking(seconds, [handle] { delete static_cast<Wire*>(handle); });
+}

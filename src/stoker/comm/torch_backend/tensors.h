@@ -1,0 +1,85 @@
+// Tensors as the engine sees them: addresses, sizes, and numbers for types and reductions.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/extension.h>
+
+#include <vector>
+
+namespace {
+
+int type_code(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return 0;
+    case at::kDouble: return 1;
+    case at::kBFloat16: return 2;
+    case at::kHalf: return 3;
+    case at::kChar: return 4;
+    case at::kByte: return 5;
+    case at::kShort: return 6;
+    case at::kInt: return 7;
+    case at::kLong: return 8;
+    case at::kBool: return 9;
+    default: TORCH_CHECK(false, "ccl cannot reduce ", tensor.scalar_type(), "; it reduces float32, float64, bfloat16, float16, "
+                         "int8, uint8, int16, int32, int64 and bool");
+  }
+}
+
+int op_code(const c10d::ReduceOp& op) {
+  switch (op) {
+    case c10d::ReduceOp::SUM: return 0;
+    case c10d::ReduceOp::AVG: return 1;
+    case c10d::ReduceOp::PRODUCT: return 2;
+    case c10d::ReduceOp::MIN: return 3;
+    case c10d::ReduceOp::MAX: return 4;
+    case c10d::ReduceOp::BAND: return 5;
+    case c10d::ReduceOp::BOR: return 6;
+    case c10d::ReduceOp::BXOR: return 7;
+    default: TORCH_CHECK(false, "ccl knows the reductions SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR");
+  }
+}
+
+// A tensor as contiguous memory; back() copies a stand-in's contents to the tensor it stands for.
+struct Dense {
+  explicit Dense(const at::Tensor& tensor) : tensor(tensor) {
+    TORCH_CHECK(tensor.device().is_cpu() && tensor.layout() == at::kStrided, "ccl works on dense CPU tensors, not on one of ",
+                tensor.layout(), " on ", tensor.device());
+    dense = tensor.contiguous();
+  }
+  void* data() const { return dense.data_ptr(); }
+  int64_t count() const { return dense.numel(); }
+  int64_t bytes() const { return static_cast<int64_t>(dense.nbytes()); }
+  void back() const {
+    if (!dense.is_same(tensor)) tensor.detach().copy_(dense);
+  }
+  at::Tensor tensor, dense;
+};
+
+std::vector<Dense> dense(const std::vector<at::Tensor>& tensors) {
+  std::vector<Dense> all;
+  for (const auto& tensor : tensors) all.emplace_back(tensor);
+  return all;
+}
+
+std::vector<void*> addresses(const std::vector<Dense>& items) {
+  std::vector<void*> all;
+  for (const auto& item : items) all.push_back(item.data());
+  return all;
+}
+
+std::vector<int64_t> sizes_in_bytes(const std::vector<Dense>& items) {
+  std::vector<int64_t> all;
+  for (const auto& item : items) all.push_back(item.bytes());
+  return all;
+}
+
+std::vector<at::Tensor> parts(const at::Tensor& tensor, int count) {
+  const auto flat = tensor.view({-1});
+  TORCH_CHECK(flat.numel() % count == 0, "a tensor of ", flat.numel(), " elements cannot be divided among ", count, " ranks");
+  const int64_t each = flat.numel() / count;
+  std::vector<at::Tensor> all;
+  for (int i = 0; i < count; ++i) all.push_back(flat.narrow(0, i * each, each));
+  return all;
+}
+
+}  // namespace
