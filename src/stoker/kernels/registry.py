@@ -75,14 +75,18 @@ def _autograd_function(
             setup_context(ctx, args, output)
         return output
 
-    @torch.autograd.function.once_differentiable
     def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         found = backward(ctx, *grads)
-        if not isinstance(found, tuple):
-            found = (found,)
-        return *_scatter(found, ctx.lengths), None
+        return *_scatter(found if isinstance(found, tuple) else (found,), ctx.lengths), None
 
-    body = {"forward": staticmethod(forward), "backward": staticmethod(flat_backward)}
+    once = torch.autograd.function.once_differentiable(flat_backward)
+
+    # Gradients are recorded in backward only if a second derivative was asked for, which `once` makes an error.
+    def either(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = (once if torch.is_grad_enabled() else flat_backward)(ctx, *grads)
+        return found
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(either)}
     apply = type(f"stoker_{name}", (torch.autograd.Function,), body).apply  # type: ignore[attr-defined]
 
     def direct(*args: Any) -> Any:
