@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import stoker
-from stoker.model import memory
+from stoker.machine import rates
+from stoker.model import memory, precision
 
 
 def _batch_without_padding(family: str, head: str) -> tiny.Batch:
@@ -228,3 +229,30 @@ def test_steady_steps_fault_few_pages_in() -> None:
         (torch.ones(4 << 20) + 1).sum()
         faults.append(memory.minor_faults() - before)
     assert min(faults[2:]) < 1000, "32 MB fresh from the system would be 8,192 faults"
+
+
+@pytest.mark.parametrize(
+    "units, gain, expected",
+    [(False, 3.0, None), (True, 1.05, None), (True, 3.0, torch.bfloat16)],
+)
+def test_without_a_dtype_the_faster_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch, units: bool, gain: float, expected: torch.dtype | None
+) -> None:
+    """A CPU with bf16 units is pretended: there is none to run this on."""
+    monkeypatch.setattr(precision, "has_bf16_units", lambda: units)
+    monkeypatch.setattr(precision, "bf16_gain", lambda: gain)
+    dtype, reason = precision.choose(None)
+    assert dtype is expected
+    assert "no bf16 units" in reason or "measured" in reason
+
+
+def test_the_gain_of_bf16_comes_from_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "known", lambda machine: None)
+    monkeypatch.setattr(
+        precision, "_time_product", lambda matrix: {torch.float32: 4e-2, torch.bfloat16: 1e-2}[matrix.dtype]
+    )
+    precision.bf16_gain.cache_clear()
+    try:
+        assert precision.bf16_gain() == pytest.approx(4.0)
+    finally:
+        precision.bf16_gain.cache_clear()
