@@ -232,7 +232,7 @@ def test_steady_steps_fault_few_pages_in() -> None:
 
 
 @pytest.mark.parametrize(
-    "units, gain, expected",
+    ("units", "gain", "expected"),
     [(False, 3.0, None), (True, 1.05, None), (True, 3.0, torch.bfloat16)],
 )
 def test_without_a_dtype_the_faster_one_is_taken(
