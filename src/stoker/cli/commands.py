@@ -26,5 +26,6 @@ COMMANDS: tuple[Command, ...] = (
     Command("report", "Train", "make the page about a run from its log", "stoker.cli.report"),
     Command("config", "Launch", "answer a few questions once, and launch by them", "stoker.cli.config"),
     Command("launch", "Launch", "run a script on the CPUs of this machine, or of many", "stoker.cli.launch"),
+    Command("plan", "Launch", "predict what more machines would bring, and cost", "stoker.cli.plan"),
     Command("env", "Launch", "exports for a shell that wants them", "stoker.cli.env"),
 )

@@ -31,8 +31,8 @@ __all__ = ["BUCKET_MB", "Ranks", "averages_own_loss", "configure_ddp", "without_
 log = logging.getLogger("stoker")
 
 BUCKET_MB = 100
-"""DDP's bucket on CPUs; docs/distributed.md has the measurement. Communication here takes cores from the backward pass, so
-there is little to hide behind it, and each bucket costs a meeting of all ranks."""
+"""DDP's bucket on CPUs. Within a host 25 and 100 MB took the same time (docs/distributed.md); of two that are equal, the one
+with fewer meetings of all ranks is the safer, because each waits for the slowest."""
 
 _LENGTHS_READ = 50_000  # rows of a data set that does not know its lengths; reading more would delay the first step
 _SLOW_SHARE, _SLOW_STEPS, _SLOW_TIME = 0.8, 10, 0.1  # the others waited for one rank: in so many steps, for so much
@@ -89,7 +89,9 @@ class Ranks:
             self._load_local()
         elif isinstance(model, DistributedDataParallel):
             if not any(buffer.is_floating_point() for buffer in model.buffers()):
-                model.broadcast_buffers = False  # constants such as position ids; sending them is a meeting in every step
+                model.broadcast_buffers = (
+                    False  # constants such as position ids; sending them is a meeting in every step
+                )
             if compression != "none" and self.compressed is not model:  # train() may be called again
                 compress_gradients(model, compression)
                 self.compressed = model

@@ -1,0 +1,169 @@
+"""`stoker plan`: measures this machine, takes the network by its rate, and predicts what more machines would bring."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from stoker.cli.parsing import Parser
+from stoker.errors import UserError
+from stoker.plan.advice import Job, Row, clock, plan, table
+from stoker.plan.model import Network, Node
+from stoker.plan.subject import BUILT_IN, Subject
+
+__all__ = ["main", "node_counts"]
+
+_EXAMPLES = """examples:
+  stoker plan --nodes 1..64 --network 10gbit
+  stoker plan --nodes 1..16 --network 1gbit --model bert-large --batch 16 --price 0.68 --out plan.svg
+  stoker plan --nodes 2,4,8 --network 25gbit --step 1.9 --parameters 109e6   for a machine that is not this one
+
+The formula and what it leaves out stand in src/stoker/plan/model.py, how far it was off in docs/distributed.md.
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser("plan", "predict a training on several machines from what this one does", examples=_EXAMPLES)
+    parser.add_argument("--nodes", default="1..16", metavar="A..B", help="or a list: 1,2,3 (1..16: 1, 2, 4, 8, 16)")
+    parser.add_argument("--network", default="10gbit", metavar="RATE", help="between the nodes: 1gbit, 10gbit, ...")
+    parser.add_argument("--latency", type=float, metavar="US", help="microseconds per message; by the rate without it")
+    parser.add_argument(
+        "--model", default="bert-base", metavar="NAME", help=f"{', '.join(BUILT_IN)}, a folder, or a name on the hub"
+    )
+    parser.add_argument("--task", default="qa", choices=("qa", "classify"), help="which head")
+    parser.add_argument("--batch", type=_count, default=12, metavar="N", help="rows per node and step (12)")
+    parser.add_argument(
+        "--length", type=_count, default=160, metavar="N", help="mean tokens per row (160, as in SQuAD)"
+    )
+    parser.add_argument(
+        "--rows", type=_count, default=88_524, metavar="N", help="rows of an epoch (88,524, as SQuAD has)"
+    )
+    parser.add_argument("--price", type=float, metavar="X", help="of one node for an hour, in whatever money")
+    parser.add_argument("--processes", type=_count, metavar="N", help="per node; without it the best of some is found")
+    parser.add_argument("--step", type=float, metavar="S", help="seconds of one node's step, instead of measuring it")
+    parser.add_argument("--parameters", type=float, metavar="N", help="of the model; with --step")
+    parser.add_argument("--out", metavar="FILE", help="draw it: .svg, .png or .pdf")
+    parser.add_argument("--fresh", action="store_true", help="measure again what was measured before")
+    options = parser.parse_args(argv)
+    counts = node_counts(options.nodes)
+    latency = options.latency * 1e-6 if options.latency is not None else None
+    network = Network.parse(options.network, latency)
+    if (options.step is None) != (options.parameters is None):
+        raise UserError("stoker plan: --step and --parameters go together: one is worth nothing without the other")
+    if options.step is not None and (options.step <= 0 or options.parameters < 1):
+        raise UserError("stoker plan: --step and --parameters must be more than 0")
+    drawn = _drawable(options.out) if options.out else None
+    subject = Subject(options.model, options.task, options.length)
+    node, told = _node(options, subject)
+    job = Job(options.rows, options.batch, options.price)
+    rows = plan(node, network, counts, job)
+    print("\n".join(told))
+    print(f"network: {network.gbit:g} Gbit/s, {network.latency * 1e6:.0f} us per message (assumed)\n")
+    print(table(rows, options.price is not None))
+    print()
+    print("\n".join(_advice(node, network, rows, options)))
+    if drawn is not None:
+        from stoker.plan.draw import draw
+
+        draw(rows, f"{options.model}, {options.batch} rows per node, {network.gbit:g} Gbit/s", drawn)
+        print(drawn)
+    return 0
+
+
+def _node(options: object, subject: Subject) -> tuple[Node, list[str]]:
+    """The node to plan with: as given, or the best of what was measured."""
+    from stoker.plan.rates import candidates, measure_collectives, measure_node
+
+    given = vars(options)
+    say = lambda line: print(f"stoker: {line}", file=sys.stderr)  # noqa: E731
+    collectives = measure_collectives(fresh=given["fresh"], say=say)
+    cores = len(os.sched_getaffinity(0))
+    between = f"between nodes: {collectives.told()}"
+    if given["step"] is not None:
+        processes = given["processes"] or 1
+        node = Node(step=given["step"], processes=processes, parameters=int(given["parameters"]),
+                    collectives=collectives, cores=cores)  # fmt: skip
+        return node, [f"node: {node.step:.3f} s per step (as given)", between]
+    tried = [given["processes"]] if given["processes"] else candidates(cores)
+    for processes in tried:
+        if processes > cores or processes > given["batch"]:
+            raise UserError(
+                f"stoker plan: --processes {processes}: this node has {cores} cores for {given['batch']} rows"
+            )
+    nodes = [
+        measure_node(subject, given["batch"], processes, collectives, fresh=given["fresh"], say=say)
+        for processes in tried
+        if processes <= given["batch"]
+    ]
+    best = min(nodes, key=lambda one: one.step)
+    told = [f"node: {best.parameters / 1e6:.0f} M parameters, {given['batch']} rows of about {subject.length} tokens"]
+    told += [
+        f"  {one.processes} process{'es' * (one.processes > 1)} x {one.cores // one.processes} "
+        f"core{'s' * (one.cores // one.processes > 1)}: {one.step:.3f} s per step"
+        for one in nodes
+    ]
+    return best, [*told, between]
+
+
+def _advice(node: Node, network: Network, rows: list[Row], options: object) -> list[str]:
+    last, price = rows[-1], vars(options)["price"]
+    advised, best = last.advised, min(rows, key=lambda row: row.epoch)
+    lines = [f"advice: {node.processes} process{'es' * (node.processes > 1)} per node"]
+    if advised.nodes > 1:
+        lines[0] += f"; on {advised.nodes} nodes {advised.setup.words}"
+        if not advised.setup.local_sgd:
+            lines[0] += f", --ddp_bucket_cap_mb {advised.setup.bucket_mb}"
+    if advised.setup.local_sgd:
+        lines.append("  local SGD changes what is learned: compare the score after a short run with and without it")
+    if best.epoch < rows[0].epoch:
+        lines.append(f"  an epoch takes {clock(best.epoch)} on {best.advised.nodes} nodes"
+                     f" instead of {clock(rows[0].epoch)} on {rows[0].advised.nodes}")  # fmt: skip
+    if advised.nodes > 1 and advised.efficiency < 0.5:
+        lines.append(
+            f"  on {advised.nodes} nodes most of the time is waiting; a larger --batch or faster network helps"
+        )
+    if price is not None and best.cost is not None and rows[0].cost:
+        lines.append(f"  and costs {best.cost:.2f} instead of {rows[0].cost:.2f}")
+    if vars(options)["batch"] * advised.nodes > 512:
+        lines.append(
+            f"  the global batch is {vars(options)['batch'] * advised.nodes} rows: learning rate and warm-up need care"
+        )
+    return lines
+
+
+def node_counts(text: str) -> list[int]:
+    """`1..64` -> 1, 2, 4, ..., 64; `3..20` -> 3, 6, 12, 20; `1,2,3` as it stands."""
+    if match := re.fullmatch(r"(\d+)\.\.(\d+)", text):
+        first, last = int(match[1]), int(match[2])
+        if not 1 <= first <= last <= 65536:
+            raise UserError(f"--nodes {text}: it must go from 1 or more to as many or more")
+        found = [first]
+        while found[-1] * 2 < last:
+            found.append(found[-1] * 2)
+        return found if found[-1] == last else [*found, last]
+    if re.fullmatch(r"\d+(,\d+)*", text) and all(1 <= int(word) <= 65536 for word in text.split(",")):
+        return sorted({int(word) for word in text.split(",")})
+    raise UserError(f"--nodes {text!r} is not understood; write 1..64 or 1,2,4")
+
+
+def _count(text: str) -> int:
+    import argparse
+
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _drawable(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise UserError(f"--out {text}: the name must end in .svg, .png or .pdf")
+    if not path.resolve().parent.is_dir():
+        raise UserError(f"--out {text}: there is no folder {path.resolve().parent}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError("--out needs matplotlib: pip install 'stoker[report]'") from None
+    return path

@@ -1,0 +1,144 @@
+"""How long a step takes on several nodes: one formula, its assumptions in words, no measuring here.
+
+A node's step is measured, everything that happens within the node included. Between nodes the gradients (G bytes) go round
+a ring of the nodes: each sends and receives t = 2 (n-1)/n G bytes, at the network's rate or at the rate the software reaches
+when the network is no limit, whichever is slower; that is `carry`. Part of it is work for the node's cores (`busy`, measured
+as CPU time per byte) and always adds to the step. The rest is waiting, which hides behind the backward pass, but for what
+becomes ready last: the last bucket and the embeddings, whose gradients are complete only at its very end.
+
+    step = node + busy + max(last * (carry - busy), carry - busy - backward)
+    with local SGD every K steps: step = node + (carry + apply) / K
+
+Nodes are alike, the network is switched at full rate, and batches are balanced, so nobody waits for a slower one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from stoker.errors import UserError
+
+__all__ = ["BACKWARD", "COMPRESSIONS", "Collectives", "Network", "Node", "Prediction", "Setup", "predict"]
+
+BACKWARD = 0.6
+"""The backward pass's share of a step; twice the forward pass, and a tenth for the optimizer."""
+_TCP = 0.94
+"""What Ethernet, IP and TCP headers leave of the rate, with frames of 1,500 bytes."""
+_LATENCIES = ((1.1, 100e-6), (10.1, 50e-6), (1000.0, 20e-6))
+"""Seconds per message by Gbit/s, as usual between machines of one rack."""
+_UNITS = {"mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
+
+COMPRESSIONS = ("none", "bf16")
+"""What the formula knows: bytes on the wire by the type's size. PowerSGD's depend on the shapes of the model."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins the nodes."""
+
+    gbit: float
+    latency: float
+
+    @classmethod
+    def parse(cls, text: str, latency: float | None = None) -> Network:
+        """`10gbit`, `2.5gbit`, `500mbit`."""
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(mbit|gbit|tbit)(?:/s)?\s*", text.lower())
+        gbit = float(match[1]) * _UNITS[match[2]] if match else 0.0
+        if gbit <= 0:
+            raise UserError(f"--network {text!r} is not a rate; write it as 10gbit or 500mbit")
+        usual = next(seconds for most, seconds in _LATENCIES if gbit <= most or most == _LATENCIES[-1][0])
+        return cls(gbit, usual if latency is None else latency)
+
+    @property
+    def bytes_per_second(self) -> float:
+        return _TCP * self.gbit * 1e9 / 8
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What the software between nodes reaches on this machine when the network is no limit."""
+
+    rate: float
+    """Bytes per second of an fp32 allreduce between two processes."""
+    rate_bf16: float
+    cpu: float
+    """Seconds of one core per byte of it."""
+    cpu_bf16: float
+    apply: float
+    """Seconds of one core per byte of weights to make and apply an average of local SGD."""
+
+    def told(self) -> str:
+        return (
+            f"fp32 {self.rate / 1e9:.2f} GB/s for {1e9 * self.cpu:.2f} core seconds per GB, "
+            f"bf16 {self.rate_bf16 / 1e9:.2f} GB/s for {1e9 * self.cpu_bf16:.2f}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One machine at work on its share of the batch."""
+
+    step: float
+    """Seconds, its own processes' communication included."""
+    processes: int
+    parameters: int
+    collectives: Collectives
+    cores: int = 1
+    last: float = 0.2
+    """Share of the gradients that is ready only when the backward pass ends: BERT's word embeddings are a fifth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How the nodes meet."""
+
+    compression: str = "none"
+    local_sgd: int = 0
+    bucket_mb: int = 100
+
+    @property
+    def words(self) -> str:
+        """As flags."""
+        found = [f"--gradient_compression {self.compression}"] if self.compression != "none" else []
+        found += [f"--local_sgd {self.local_sgd}"] if self.local_sgd else []
+        return " ".join(found) or "plain DDP"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    nodes: int
+    setup: Setup
+    step: float
+    """Seconds."""
+    efficiency: float
+    """Throughput against that of as many nodes that need not talk to each other."""
+
+
+def predict(node: Node, network: Network, nodes: int, setup: Setup) -> Prediction:
+    """The step of `nodes` nodes, each with as many rows as the measured one."""
+    if nodes < 1:
+        raise UserError(f"{nodes} nodes cannot train anything")
+    if nodes == 1:
+        return Prediction(1, setup, node.step, 1.0)
+    small = setup.compression == "bf16"
+    gradients = (2 if small else 4) * node.parameters
+    traffic = 2 * (nodes - 1) / nodes * gradients
+    messages = max(4 * node.parameters / (setup.bucket_mb * 1e6), 1.0)
+    wire = traffic / network.bytes_per_second + 2 * (nodes - 1) * network.latency * messages
+    rate, cpu = (
+        (node.collectives.rate_bf16, node.collectives.cpu_bf16)
+        if small
+        else (node.collectives.rate, node.collectives.cpu)
+    )
+    carry = max(wire, traffic / rate)
+    # A leader's one thread does the talking of its node; the cores that it takes are the others' loss in equal parts.
+    busy = min(traffic * cpu / node.cores, carry)
+    if setup.local_sgd:
+        apply = 4 * node.parameters * node.collectives.apply / node.cores * node.processes
+        step = node.step + (carry + apply) / setup.local_sgd
+    else:
+        last = max(node.last, min(setup.bucket_mb * 1e6 / (4 * node.parameters), 1.0))
+        idle = carry - busy
+        step = node.step + busy + max(last * idle, idle - BACKWARD * node.step)
+    return Prediction(nodes, setup, step, node.step / step)

@@ -1,0 +1,111 @@
+"""Measures what the plan stands on, on this machine: the step of one node, and what collectives between nodes cost.
+
+Each measurement runs in processes of its own and is kept in the cache directory, by machine, torch and what was asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from stoker.errors import UserError
+from stoker.machine import cache_directory, this_machine
+from stoker.plan.model import Collectives, Node
+from stoker.plan.subject import Subject
+
+__all__ = ["candidates", "measure_collectives", "measure_node"]
+
+_FORMAT = 1
+Say = Callable[[str], None]
+
+
+def _quiet(line: str) -> None:
+    pass
+
+
+def measure_collectives(*, fresh: bool = True, say: Say = _quiet) -> Collectives:
+    """Two processes on the loopback, one core each."""
+
+    def measure() -> dict[str, float]:
+        say("measuring collectives (some seconds)")
+        cpus = sorted(os.sched_getaffinity(0))
+        shares = [[cpus[rank % len(cpus)]] for rank in range(2)]
+        return _run("collectives", shares, "gloo", megabytes=100, rounds=5)[0]
+
+    found = _kept("collectives", {}, measure, fresh)
+    return Collectives(1 / found["fp32"], 1 / found["bf16"], found["fp32_cpu"], found["bf16_cpu"], found["apply"])
+
+
+def candidates(cores: int) -> list[int]:
+    """Numbers of processes per node worth trying: one, two, and a process for every eight cores or fewer."""
+    return sorted({1, *(n for n in (2, 4, 8, 16) if n <= cores and (cores // n <= 32) and cores % n == 0)} - {0})[:4]
+
+
+def measure_node(
+    subject: Subject, batch: int, processes: int, collectives: Collectives, *, fresh: bool = False, say: Say = _quiet
+) -> Node:
+    """The step of this machine with `batch` rows by `processes` processes."""
+    cpus = _one_per_core()
+    each = len(cpus) // processes
+    asked = {"subject": asdict(subject), "batch": batch, "processes": processes, "cpus": len(cpus)}
+
+    def measure() -> dict[str, float]:
+        say(f"measuring a step of {subject.model}, {batch} rows, {processes} process{'es' * (processes > 1)}")
+        shares = [cpus[rank * each : (rank + 1) * each] for rank in range(processes)]
+        found = _run("step", shares, "ccl", subject=asdict(subject), batch=batch, rounds=3)
+        return {**found[0], "step": max(one["step"] for one in found)}
+
+    found = _kept("step", asked, measure, fresh)
+    return Node(
+        step=found["step"], processes=processes, parameters=int(found["parameters"]), last=found["last"],
+        collectives=collectives, cores=len(cpus),
+    )  # fmt: skip
+
+
+def _one_per_core() -> list[int]:
+    allowed = os.sched_getaffinity(0)
+    found = [core.cpus[0] for core in this_machine().usable_cores if core.cpus]
+    return [cpu for cpu in found if cpu in allowed] or sorted(allowed)
+
+
+def _kept(name: str, asked: dict[str, Any], measure: Callable[[], dict[str, float]], fresh: bool) -> dict[str, float]:
+    from importlib import metadata
+
+    key = json.dumps([asked, metadata.version("torch"), this_machine().fingerprint, _FORMAT], sort_keys=True)
+    file = f"plan-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    kept = None if fresh else cache_directory.load(file)
+    if kept is not None and all(isinstance(value, int | float) and value > 0 for value in kept.values()):
+        return {str(k): float(v) for k, v in kept.items()}
+    found = measure()
+    with contextlib.suppress(OSError):  # then it is measured again next time
+        cache_directory.save(file, found)
+    return found
+
+
+def _run(what: str, shares: list[list[int]], backend: str, **more: Any) -> list[dict[str, float]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank, cpus in enumerate(shares):
+        told = {"what": what, "rank": rank, "size": len(shares), "cpus": cpus, "port": port, "backend": backend, **more}
+        words = [sys.executable, "-m", "stoker.plan.probe", json.dumps(told)]
+        processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        ends = [process.communicate(timeout=900) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, complaint) in zip(processes, ends, strict=True):
+        if process.returncode:
+            last = (complaint.strip().splitlines() or ["nothing was said"])[-1]
+            raise UserError(f"the measurement failed: {last[:300]}")
+    return [json.loads(out.strip().splitlines()[-1]) for out, _ in ends]

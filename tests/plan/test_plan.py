@@ -1,0 +1,127 @@
+"""The plan's formula keeps to its words, its advice is the gentlest that is good enough, and the command says what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.cli import main
+from stoker.cli.plan import node_counts
+from stoker.errors import UserError
+from stoker.plan.advice import Job, plan, table
+from stoker.plan.model import Collectives, Network, Node, Setup, predict
+
+FAST = Collectives(rate=2e9, rate_bf16=2e9, cpu=0.4e-9, cpu_bf16=0.4e-9, apply=0.5e-9)
+NODE = Node(step=2.0, processes=2, parameters=109_000_000, collectives=FAST, cores=16)
+
+
+@pytest.mark.parametrize(("text", "gbit"), [("10gbit", 10), ("500mbit", 0.5), ("2.5 Gbit/s", 2.5), ("1tbit", 1000)])
+def test_networks_are_named_by_their_rate(text: str, gbit: float) -> None:
+    assert Network.parse(text).gbit == gbit
+
+
+@pytest.mark.parametrize("text", ["10", "fast", "0gbit", "-1gbit", "10gbyte"])
+def test_what_is_no_rate_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is not a rate"):
+        Network.parse(text)
+
+
+def test_local_sgd_is_the_node_and_a_share_of_one_exchange() -> None:
+    # 2 nodes: each sends all gradients once; 109 M x 4 bytes at 94% of 1 Gbit/s, and the latency of a handful of messages.
+    exchange = 109e6 * 4 / (0.94e9 / 8) + 2 * 4.36 * 100e-6
+    apply = 109e6 * 4 * 0.5e-9 / 16 * 2
+    found = predict(NODE, Network.parse("1gbit"), 2, Setup(local_sgd=8))
+    assert found.step == pytest.approx(2.0 + (exchange + apply) / 8, rel=1e-6)
+
+
+def test_waiting_hides_behind_the_backward_pass_but_for_what_is_ready_last() -> None:
+    network = Network.parse("10gbit", latency=0.0)
+    traffic = 109e6 * 4
+    busy = traffic * 0.4e-9 / 16
+    carry = traffic / (0.94e10 / 8)
+    assert carry - busy < 0.6 * NODE.step  # all of it would fit
+    found = predict(NODE, network, 2, Setup())
+    last = max(0.2, 100e6 / traffic)
+    assert found.step == pytest.approx(2.0 + busy + last * (carry - busy))
+
+
+@given(
+    st.integers(1, 512), st.sampled_from(["100mbit", "1gbit", "10gbit", "100gbit"]), st.booleans(), st.integers(0, 64)
+)
+def test_talking_never_makes_a_step_shorter(nodes: int, rate: str, small: bool, every: int) -> None:
+    setup = Setup(compression="bf16" if small else "none", local_sgd=every)
+    found = predict(NODE, Network.parse(rate), nodes, setup)
+    assert found.step >= NODE.step
+    assert 0 < found.efficiency <= 1
+    faster = predict(NODE, Network.parse("400gbit", latency=0.0), nodes, setup)
+    assert faster.step <= found.step + 1e-9
+
+
+def test_advice_changes_the_mathematics_no_more_than_needed() -> None:
+    job = Job(rows=88_000, batch=12)
+
+    def advised(rate: str) -> Setup:
+        return plan(NODE, Network.parse(rate), [4], job)[0].advised.setup
+
+    assert advised("100gbit").words == "plain DDP"
+    assert advised("100mbit").local_sgd > 0
+    assert advised("100mbit").local_sgd > advised("1gbit").local_sgd > 0
+
+
+def test_cost_is_the_time_of_all_nodes() -> None:
+    row = plan(NODE, Network.parse("100gbit"), [4], Job(rows=48_000, batch=12, price=3.0))[0]
+    assert row.epoch == pytest.approx(1000 * row.advised.step)
+    assert row.cost == pytest.approx(4 * row.epoch / 3600 * 3.0)
+    assert f"{row.cost:.2f}" in table([row], price=True)
+
+
+def test_node_counts_double_and_end_where_asked() -> None:
+    assert node_counts("1..64") == [1, 2, 4, 8, 16, 32, 64]
+    assert node_counts("3..20") == [3, 6, 12, 20]
+    assert node_counts("5..5") == [5]
+    assert node_counts("4,1,2") == [1, 2, 4]
+    for wrong in ("0..4", "8..2", "many", "1,,2", ""):
+        with pytest.raises(UserError):
+            node_counts(wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--network", "fast"], "is not a rate"),
+        (["--nodes", "0..3"], "--nodes"),
+        (["--step", "2"], "--step and --parameters go together"),
+        (["--out", "plan.gif"], ".svg, .png or .pdf"),
+        (["--out", "/nowhere/plan.svg"], "there is no folder"),
+        (["--batch", "0"], "whole number above 0"),
+    ],
+)
+def test_mistakes_are_answered_by_a_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert "Traceback" not in told
+
+
+def test_a_machine_that_is_not_this_one_can_be_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.svg"
+    words = ["--nodes", "1..8", "--network", "10gbit", "--step", "1.9", "--parameters", "109e6", "--price", "0.5"]
+    assert main(["plan", *words, "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert [line.split()[0] for line in told.splitlines() if line.lstrip()[:1].isdigit()] == ["1", "2", "4", "8"]
+    assert "advice:" in told
+    assert "</svg>" in out.read_text()
+
+
+def test_this_machine_is_measured_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "bert-tiny", "--batch", "4", "--length", "16", "--nodes", "1,2", "--processes", "1"]
+    assert main(words) == 0
+    first = capsys.readouterr()
+    assert "measuring a step of bert-tiny, 4 rows, 1 process" in first.err
+    assert main(words) == 0
+    again = capsys.readouterr()
+    assert "measuring" not in again.err
+    assert again.out == first.out
