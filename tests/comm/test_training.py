@@ -138,3 +138,27 @@ def test_the_log_names_the_rank_that_was_waited_for(jobs: Callable[[str, int], R
     steps = [row[0] for row in rows]
     assert steps == list(range(1, len(steps) + 1))
     assert all(row[1] == 1 and row[2] > 0.05 and row[3] == 0 for row in rows[1:])
+
+
+def test_an_accelerator_loop_averages_every_so_many_steps_and_before_it_saves(
+    jobs: Callable[[str, int], Ranks],
+) -> None:
+    job = jobs("ccl", 2)
+    plain = job.run("accelerate", {}, module=MODULE)
+    assert plain[0]["wrapped"] == "DistributedDataParallel"
+    assert np.array_equal(plain[0]["before"], plain[1]["before"])
+    local = job.run("accelerate", {"STOKER_LOCAL_SGD": "2"}, module=MODULE)
+    assert not np.array_equal(local[0]["before"], local[1]["before"])  # three steps: one since the average
+    assert np.array_equal(local[0]["after"], local[1]["after"])
+    assert 0 < np.abs(local[0]["after"] - plain[0]["after"]).max() < 1e-2
+    small = job.run("accelerate", {"STOKER_GRADIENT_COMPRESSION": "bf16"}, module=MODULE)
+    assert np.array_equal(small[0]["before"], small[1]["before"])
+    assert 0 < np.abs(small[0]["after"] - plain[0]["after"]).max() < 1e-3
+
+
+def test_the_words_of_launch_reach_the_ranks() -> None:
+    from stoker.cli.launch import parse
+
+    told = parse(["-n", "2", "--gradient_compression", "bf16", "--local-sgd", "8", "script.py", "--local_sgd", "4"])
+    assert told.genv == (("STOKER_GRADIENT_COMPRESSION", "bf16"), ("STOKER_LOCAL_SGD", "8"))
+    assert told.arguments == ["--local_sgd", "4"]

@@ -67,3 +67,32 @@ def _count_tokens(trainer: Any) -> list[int]:
 
     trainer.training_step = training_step
     return found
+
+
+def accelerate(rank: int, size: int, words: dict[str, str]) -> dict[str, Any]:
+    """A loop with Accelerator(), as `stoker launch` prepares it; weights after three steps, and once all have met."""
+    import os
+
+    import tiny
+    import torch
+
+    os.environ.update(words)
+    try:
+        from stoker.hf.accelerator import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model = tiny.tiny_model(dropout=0.0)
+        wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.2))
+        rows = tiny.TinyData(24)
+        for step in range(3):
+            mine = [rows[8 * step + i] for i in range(rank, 8, size)]
+            wrapped(**tiny.pad(mine)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy()
+        accelerator.wait_for_everyone()
+        after = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy()
+    finally:
+        for name in words:
+            del os.environ[name]
+    return {"before": before, "after": after, "wrapped": type(wrapped).__name__}
