@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,9 @@ def test_intel_mpi_of_the_environment_is_found(tmp_path: Path) -> None:
     assert found["I_MPI_ROOT"] == str(tmp_path)
     assert found["LD_LIBRARY_PATH"] == f"{tmp_path}/lib:/old"
     assert found["PATH"] == f"{tmp_path}/bin:/bin"
+    assert "FI_PROVIDER_PATH" not in found
+    (tmp_path / "lib" / "libtcp-fi.so").touch()
+    assert exports(tmp_path, {"PATH": "/bin"})["FI_PROVIDER_PATH"] == f"{tmp_path}/lib"
     assert "I_MPI_ROOT" not in exports(tmp_path, {"PATH": "/bin", "I_MPI_ROOT": "/mine"})
 
 
@@ -30,3 +37,19 @@ def test_the_shell_understands_it(capsys: pytest.CaptureFixture[str], monkeypatc
     script = capsys.readouterr().out + '\nprintf %s "$PATH"'
     shown = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=True).stdout
     assert shown.endswith(":/with space/bin")
+
+
+def test_the_script_that_old_commands_source_sets_what_env_prints() -> None:
+    """The line of oneccl_bindings_for_pytorch's manual, where its stand-in serves."""
+    stand_in = "import sys; from stoker.hf.imports import install; install(lambda line: print(line, file=sys.stderr))"
+    script = (
+        f"path=$({sys.executable} -c '{stand_in}; from oneccl_bindings_for_pytorch import cwd; print(cwd)') && "
+        'source "$path/env/setvars.sh" && printf "%s" "$PATH"'
+    )
+    environment = {**os.environ, "PATH": "/usr/bin:/bin", "VIRTUAL_ENV": str(Path(sys.executable).parent.parent)}
+    bash = shutil.which("bash")
+    assert bash is not None
+    shown = subprocess.run([bash, "-euc", script], env=environment, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert str(Path(sysconfig.get_paths()["data"]) / "bin") in shown.stdout.split(":")
+    assert "it is discontinued" in shown.stderr

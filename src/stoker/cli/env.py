@@ -35,7 +35,10 @@ def exports(prefix: Path, environment: dict[str, str]) -> dict[str, str]:
         found["I_MPI_ROOT"] = str(prefix)
         libraries = environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)
         found["LD_LIBRARY_PATH"] = os.pathsep.join([str(prefix / "lib"), *filter(None, libraries)])
-        providers = prefix / "lib" / "libfabric" / "prov"
-        if providers.is_dir() and "FI_PROVIDER_PATH" not in environment:
+        homes = (prefix / "lib" / "libfabric" / "prov", prefix / "lib")
+        providers = next((home for home in homes if any(home.glob("lib*-fi.so"))), None)
+        if providers is not None and "FI_PROVIDER_PATH" not in environment:
             found["FI_PROVIDER_PATH"] = str(providers)
+    if (prefix / "lib" / "ccl" / "cpu" / "lib" / "libccl.so.1").exists() and "CCL_ROOT" not in environment:
+        found["CCL_ROOT"] = str(prefix)
     return found

@@ -88,8 +88,10 @@ def _ipex_launch(module: ModuleType, say: Say) -> None:
 
 
 def _ccl(module: ModuleType, say: Say) -> None:
+    from stoker.comm import cwd
     from stoker.hf.backend import alias_ccl
 
+    vars(module)["cwd"] = cwd  # scripts source "$cwd/env/setvars.sh"
     note = alias_ccl()
     say(f"import {module.__name__}: it is discontinued; {note or 'the backend ccl is Stoker’s own'}")
 
