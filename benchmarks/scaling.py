@@ -59,8 +59,8 @@ def serve(told: Rank) -> None:
         from stoker.comm.registration import register
 
         register()
-        where = f"tcp://{told.address}:{told.port}"
-        dist.init_process_group(told.backend, init_method=where, rank=told.rank, world_size=told.size)
+        os.environ.update(MASTER_ADDR=told.address, MASTER_PORT=str(told.port))
+        dist.init_process_group(told.backend, rank=told.rank, world_size=told.size)
     step, average = _training(told)
     print("ready", flush=True)
     for line in sys.stdin:

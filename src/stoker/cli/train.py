@@ -48,6 +48,11 @@ Checkpoints:
   --overwrite_output_dir          start over; without it, a run goes on from its newest checkpoint
   --resume_from_checkpoint DIR    go on from this one
 
+Several processes (stoker launch -n 4 -m stoker train TASK ...):
+  --ddp_backend ccl               shared memory within a machine
+  --gradient_compression bf16     half the bytes between machines
+  --local_sgd K                   average weights every K steps, for slow networks
+
 Logs:
   --logging_steps N
   --eval_strategy steps|epoch     evaluate while training, every --eval_steps

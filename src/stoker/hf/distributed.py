@@ -13,7 +13,9 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +28,7 @@ from stoker.hf.batches import lengths_of
 if TYPE_CHECKING:
     from stoker.hf.trainer import Trainer
 
-__all__ = ["BUCKET_MB", "Ranks", "averages_own_loss", "configure_ddp", "without_ddp"]
+__all__ = ["BUCKET_MB", "Ranks", "averages_own_loss", "configure_ddp", "tokens_of", "without_ddp"]
 
 log = logging.getLogger("stoker")
 
@@ -114,15 +116,15 @@ class Ranks:
         order = getattr(getattr(shard, "batch_sampler", shard), "sampler", None)
         if type(order).__name__ != "SeedableRandomSampler":  # someone's own order, or none that ranks share
             return loader
-        if getattr(dataset, "lengths", None) is None and len(dataset) > _LENGTHS_READ:
+        try:
+            lengths = tokens_of(dataset, args.length_column_name)
+        except (KeyError, TypeError, IndexError, ValueError):  # rows that are not tokens
+            return loader
+        if lengths is None:
             if self.trainer.is_world_process_zero():
                 log.warning(
                     "batches are not balanced by tokens: the data set has neither `lengths` nor a column of them"
                 )
-            return loader
-        try:
-            lengths = lengths_of(dataset, args.length_column_name)
-        except (KeyError, TypeError, IndexError):  # rows that are not tokens
             return loader
         self.balanced = TokenBalancedSampler(
             lengths.tolist(), args.train_batch_size, args.world_size, args.process_index,
@@ -239,6 +241,22 @@ class Ranks:
 
     def _file(self, folder: Path) -> Path:
         return folder / f"local_sgd_{self._rank}.pt"
+
+
+def tokens_of(dataset: Any, column: str) -> NDArray[np.int64] | None:
+    """Real tokens of every row; None where reading them all would take too long. Rows may have been padded beforehand."""
+    names = getattr(dataset, "column_names", None) or ()
+    if getattr(dataset, "lengths", None) is not None or column in names:
+        return lengths_of(dataset, column)
+    if hasattr(dataset, "with_format") and "attention_mask" in names:  # of the datasets library: a column at a time
+        view = dataset.with_format("numpy", columns=["attention_mask"])
+        parts = (view[i : i + 1000]["attention_mask"] for i in range(0, len(dataset), 1000))
+        return np.fromiter((int(np.sum(row)) for part in parts for row in part), np.int64, len(dataset))
+    if len(dataset) > _LENGTHS_READ:
+        return None
+    rows = (dataset[i] for i in range(len(dataset)))
+    counts = (int(np.sum(row["attention_mask"])) if "attention_mask" in row else len(row["input_ids"]) for row in rows)
+    return np.fromiter(counts, np.int64, len(dataset))
 
 
 def configure_ddp(accelerator: Any, bucket_mb: float | None) -> None:

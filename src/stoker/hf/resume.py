@@ -32,6 +32,8 @@ _ORDER = {
     "steps": "max_steps",
     "optimizer": "optim",
     "bf16": "bf16",
+    "gradient compression": "gradient_compression",
+    "local SGD": "local_sgd",
 }
 
 
