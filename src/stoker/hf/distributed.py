@@ -283,8 +283,11 @@ def averages_own_loss(model: nn.Module) -> bool:
     transformers believes that every model whose forward takes keywords divides by that number, and so multiplies the loss
     of classifiers by the number of processes and of accumulated batches.
     """
-    kind = type(model)
-    if not kind.__module__.startswith("transformers.models.") or hasattr(model, "accepts_loss_kwargs"):
+    inner: Any = model
+    if hasattr(model, "get_base_model"):  # PEFT's wrapper
+        inner = inner.get_base_model()
+    kind = type(inner)
+    if not kind.__module__.startswith("transformers.models.") or hasattr(inner, "accepts_loss_kwargs"):
         return False
     forward: Any = kind.forward
     while hasattr(forward, "__wrapped__"):
