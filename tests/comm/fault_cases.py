@@ -59,3 +59,28 @@ def segments(rank: int, size: int) -> list[str]:
     with open("/proc/self/maps") as maps:
         names = {line.split(maxsplit=5)[-1].strip() for line in maps}
     return sorted(name for name in names if name.startswith(("/memfd:stoker", "/dev/shm/stoker")))
+
+
+def slow_down(rank: int, size: int, slow: int) -> list[float]:
+    """Twenty allreduces, the rank `slow` ten times as long between them; the sums, and who was waited for."""
+    sums = []
+    for _ in range(20):
+        time.sleep(0.03 if rank == slow else 0.003)
+        x = torch.full((100_000,), float(rank))
+        dist.all_reduce(x)
+        sums.append(x.unique().item())
+    return sums
+
+
+def fail_later(rank: int, size: int, absent: int) -> str:
+    """An asynchronous allreduce that one rank does not join: where the error shows."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == absent:
+        time.sleep(2.5)
+        return "stayed away"
+    work = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return f"wait: {error}"
+    return "no error"

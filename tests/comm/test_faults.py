@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +60,38 @@ def test_a_missing_rank_is_named_after_the_timeout(jobs) -> None:  # type: ignor
     state, message = job.finish(0, 30)
     assert state == "ok"
     assert re.search(r"rank 0 waited 1 s in allreduce sum of 10 float32 .* for rank 1", message), message
+
+
+def test_an_asynchronous_operation_that_fails_raises_in_wait(jobs) -> None:  # type: ignore[no-untyped-def]
+    job = jobs(2)
+    job.start("fail_later", 1, module=FAULTS)
+    state, message = job.finish(0, 30)
+    assert state == "ok"
+    assert re.search(r"wait: .*rank 0 waited 1 s in allreduce .* for rank 1", message), message
+
+
+def test_a_rank_ten_times_slower_costs_only_time(jobs) -> None:  # type: ignore[no-untyped-def]
+    job = jobs(3)
+    assert job.run("slow_down", 2, module=FAULTS) == [[3.0] * 20] * 3
+
+
+def test_a_stale_segment_of_a_dead_job_disturbs_nobody(jobs) -> None:  # type: ignore[no-untyped-def]
+    """A job killed before all its ranks were there leaves a name; the next job neither meets nor removes it."""
+    code = (
+        "import os, signal; from stoker.comm import engine\n"
+        "handle = engine.library().stoker_comm_create(2, 0, 65536, 1)\n"
+        "print(engine.library().stoker_comm_address(handle).decode(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    stale = Path("/dev/shm" + dead.stdout.split(":")[1])
+    assert dead.returncode == -signal.SIGKILL
+    assert stale.exists()
+    try:
+        job = jobs(2, STOKER_CCL_SHM="named")
+        job.run("allreduce_is_the_same_on_all_ranks")
+        assert stale.exists()
+    finally:
+        stale.unlink()
 
 
 @pytest.mark.parametrize("how", ["size", "dtype", "operation", "root"])

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from stoker import __version__
 from stoker.comm.engine import SharedMemory, SharedMemoryUnavailable
 from stoker.comm.hosts import exchange, group_by_host, host_identity, own_address
 from stoker.comm.wire import OneCCL, open_oneccl
@@ -78,11 +80,8 @@ def open_paths(store: dist.Store, rank: int, size: int, names: tuple[int, ...], 
     engine = chosen_engine()
     identities = exchange(store, "host", rank, size, host_identity())
     hosts = tuple(tuple(ranks) for ranks in group_by_host(identities))
-    engines = exchange(store, "engine", rank, size, engine)
-    if len(set(engines)) > 1:
-        raise ValueError(
-            f"STOKER_CCL_ENGINE differs between the ranks: {', '.join(sorted(set(engines)))}; set it alike on all"
-        )
+    _agree(names, "STOKER_CCL_ENGINE", exchange(store, "engine", rank, size, engine), "set it alike on all")
+    _agree(names, "the version", exchange(store, "version", rank, size, _version()), "install the same on all hosts")
     host_names = "\n".join(sorted(set(identities)))
     here = next(ranks for ranks in hosts if rank in ranks)
     local, reason = None, f"STOKER_CCL_ENGINE={engine}"
@@ -119,6 +118,20 @@ def open_paths(store: dist.Store, rank: int, size: int, names: tuple[int, ...], 
         _say(f"{size} ranks on {len(hosts)} hosts: shared memory within a host, {means} between the leaders{why}")
     flat = _gloo(dist.PrefixStore("flat", store), rank, size, timeout, address)
     return Paths(rank, size, names, hosts, timeout, store, local, leaders, wire, flat, here)
+
+
+def _version() -> str:
+    return f"stoker {__version__}, torch {torch.__version__.split('+')[0]}"
+
+
+def _agree(names: tuple[int, ...], what: str, values: list[str], remedy: str) -> None:
+    """All ranks raise, and name one of each side, where `values` differ."""
+    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"{what} differs between the ranks: rank {names[0]} has {values[0]}, rank {names[other]} has {values[other]}; "
+            f"{remedy}"
+        )
 
 
 def _require(store: dist.Store, rank: int, size: int, engine: str, trouble: str) -> None:
