@@ -85,12 +85,13 @@ $(VENV)/.torch:
 	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	@touch $@
 
-# Everything but the package itself. A constraint keeps any of them from bringing another torch.
+# Everything the package needs. A constraint keeps any of them from bringing another torch. Without build isolation, so that the
+# library compiled here is found again in build/wheel by the installation below.
 $(VENV)/.dependencies: pyproject.toml | $(VENV)/.torch
 	@$(BIN)/python -m pip freeze 2>/dev/null | sed -n 's/^\(torch==[0-9.]*\).*/\1/p' > $(VENV)/constraints.txt
 	@$(PIP) install 'scikit-build-core>=0.10' cmake ninja
-	@$(PIP) install -c $(VENV)/constraints.txt '.[dev]'
-	@touch $@ 
+	@$(PIP) install --no-build-isolation -c $(VENV)/constraints.txt '.[dev]'
+	@touch $@
 
 $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
 	@$(PIP) install --no-deps --no-build-isolation --force-reinstall .
