@@ -69,10 +69,13 @@ def measure(
             del pipes[name]
             say(f"  {name}: left out: {answer}")
     for number in range(warm_up, warm_up + steps):
-        for name, pipe in pipes.items():
+        for name, pipe in list(pipes.items()):
             answer = _ask(pipe, number)
-            if isinstance(answer, str):
-                raise RuntimeError(f"{name}: {answer}")
+            if isinstance(answer, str):  # the others are still worth having
+                results[name].note = answer
+                del pipes[name]
+                say(f"  {name}: ended at step {number - warm_up + 1}: {answer}")
+                continue
             seconds, faults, peak = answer
             results[name].seconds.append(seconds)
             results[name].faults.append(faults)
@@ -88,10 +91,10 @@ def measure(
 
 
 def _ask(pipe: Connection, number: int) -> Any:
-    pipe.send(number)
     try:
+        pipe.send(number)
         return pipe.recv()
-    except EOFError:
+    except (EOFError, OSError):
         return "its process died (out of memory?)"
 
 
