@@ -197,17 +197,17 @@ def closing(side: Side) -> Iterator[Side]:
         side.close()
 
 
-def in_turn(sides: dict[str, Callable[[int], float]], steps: int) -> dict[str, list[float]]:
-    """`steps` timed runs of every side, after two that are not."""
+def in_turn(sides: dict[str, Callable[[int], float]], steps: int, warm_up: int = 2) -> dict[str, list[float]]:
+    """`steps` timed runs of every side, after some that are not."""
     found: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(steps + 2):
+    for number in range(steps + warm_up):
         told = []
         for name, run in sides.items():
             seconds = run(number)
             told.append(f"{name} {seconds:.3f}")
-            if number >= 2:
+            if number >= warm_up:
                 found[name].append(seconds)
-        print(f"  {'warm up' if number < 2 else number - 1}: {', '.join(told)}", flush=True)
+        print(f"  {'warm up' if number < warm_up else number + 1 - warm_up}: {', '.join(told)}", flush=True)
     return found
 
 
@@ -255,7 +255,7 @@ def two_hosts(options: argparse.Namespace, cpus: list[int], size: dict[str, int]
             sides[f"{rate} fp32"] = shaped(rate, "step {} fp32")
             sides[f"{rate} bf16"] = shaped(rate, "step {} bf16")
             sides[f"{rate} average"] = shaped(rate, "average")
-        return in_turn(sides, options.steps)
+        return in_turn(sides, options.steps, warm_up=1)
 
 
 def against_plan(options: argparse.Namespace, middles: dict[str, float], parameters: int) -> None:
