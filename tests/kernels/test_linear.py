@@ -233,3 +233,15 @@ class TestChoice:
     def test_a_broken_cache_is_measured_anew(self, tmp_path):
         (tmp_path / "engines.json").write_text('{"x": 3, "' + engines._key() + '": [1, 2]}')
         assert engines.choose("nt", 300, 256, 256, torch.float32) in products.available_engines()
+
+
+@pytest.mark.parametrize("engine", products.available_engines())
+def test_an_input_without_features_gives_the_bias(engine):
+    bias = torch.arange(4.0)
+    y = linear(torch.zeros(2, 3, 0), torch.zeros(4, 0), bias, engine=engine)
+    assert torch.equal(y, bias.expand(2, 3, 4))
+
+
+def test_an_input_without_dimensions_is_refused():
+    with pytest.raises(ValueError, match="linear: x has no dimension"):
+        linear(torch.tensor(1.0), torch.ones(2, 1))

@@ -12,7 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.plain import DTYPES, NAMES, WIDTH, leaf, operators
 from stoker.kernels import native
+from stoker.kernels.activation import bias_activation
+from stoker.kernels.attention import attention_packed
 from stoker.kernels.dropout import dropout
+from stoker.kernels.linear import linear, linear_packed
 from stoker.kernels.norm import layer_norm
 
 PRODUCTS = "linear_cross_entropy"  # its matrix products are torch's own, which promise no bits
@@ -173,11 +176,65 @@ def test_torch_finds_no_fault_with_the_registration(name, arguments):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_derivative_is_refused(name):
     leaves = operators(5)[name].leaves(5, torch.float32)
-    outputs = operators(5)[name].call(*leaves)
+    # Dropout's gradient does not depend on its input; linear_cross_entropy no longer knows what its own depend on.
+    _refuses_a_second_derivative(operators(5)[name].call, leaves, depends=name not in ("dropout", PRODUCTS))
+
+
+def test_a_second_derivative_of_products_is_refused():
+    _refuses_a_second_derivative(lambda x, w: linear_packed(x, [w, w]), [leaf(5, 8), leaf(6, 8)])
+    ends = torch.tensor([0, 2, 5])
+    _refuses_a_second_derivative(lambda qkv: attention_packed(qkv, ends, heads=2), [leaf(5, 24)])
+
+
+def _refuses_a_second_derivative(call, leaves, *, depends=True):
+    outputs = call(*leaves)
     total = sum(y.sum() for y in (outputs if isinstance(outputs, tuple) else (outputs,)))
     grads = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad|differentiat"):
-        torch.autograd.grad(sum(g.sum() for g in grads), leaves)
+    # Beside a term that has a gradient, as in a gradient penalty: a part that is silently constant would go unnoticed.
+    penalty = sum(g.square().sum() for g in grads if g is not None)
+    total = sum(leaf.square().sum() for leaf in leaves) + penalty
+    with pytest.raises(RuntimeError, match=r"no second derivative"):
+        total.backward(retain_graph=True)
+    if depends:
+        with pytest.raises(RuntimeError, match=r"no second derivative"):
+            torch.autograd.grad(total, leaves)
+
+
+def test_forward_mode_is_refused_instead_of_answered_with_zeros():
+    from torch.autograd import forward_ad
+
+    x, direction = torch.randn(4, 8), torch.randn(4, 8)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(bias_activation, (x,), (direction,))
+    with forward_ad.dual_level(), torch.no_grad():
+        dual = forward_ad.make_dual(x, direction)
+        with pytest.raises(NotImplementedError, match=r"stoker::linear has no forward-mode"):
+            linear(torch.randn(3, 8), dual)
+        bias_activation(x)  # has no tangent: nothing is lost
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_default_dtype_changes_nothing(name, default):
+    """Buffers that native code writes fp32 into must be fp32 whatever torch.get_default_dtype() says."""
+    operator = operators(5)[name]
+    want = _values_and_gradients(operator.call, operator.leaves(5, torch.float32))
+    leaves = operator.leaves(5, torch.float32)
+    torch.set_default_dtype(default)
+    try:
+        got = _values_and_gradients(operator.call, leaves)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [x.dtype for x in got] == [x.dtype for x in want]
+    assert_same(got, want)
+
+
+def _values_and_gradients(call, leaves):
+    torch.manual_seed(3)
+    outputs = call(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum(y.square().sum() for y in outputs).backward()
+    return [y.detach() for y in outputs] + [x.grad for x in leaves]
 
 
 def test_operators_are_seen_by_torch_where_it_looks():

@@ -233,10 +233,15 @@ def _fill(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[_Call, li
     return call, alive
 
 
-def _run_forward(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+def _run_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: _Options, *, side_by_side: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The output, heads apart or side by side, and the log-sum-exp of each row."""
     _check(q, k, v, options)
     q, k, v = _dense_last(q), _dense_last(k), _dense_last(v)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    tokens, heads, size = q.shape
+    # Made in its final shape: torch forbids in-place operations on a view that an operator returns.
+    out = torch.empty((tokens, heads * size) if side_by_side else q.shape, dtype=q.dtype)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     if q.numel():
         call, alive = _fill(q, k, v, options)
@@ -261,7 +266,7 @@ def _run_backward(
     if bias_grad:
         assert options.bias is not None
         groups = min(_BIAS_GROUPS, max(len(lengths), 1))
-        dbias = torch.zeros(groups, *options.bias.shape)
+        dbias = torch.zeros(groups, *options.bias.shape, dtype=torch.float32)
     if not out.numel():
         return None if dbias is None else dbias.sum(0)
     call, alive = _fill(*inputs, options)
@@ -303,7 +308,7 @@ def _backward_kernel(
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dbias = _run_backward(grads, (q, k, v), out, lse, dout, _Options(*options), bias_grad)
-    return *grads, torch.empty(0) if dbias is None else dbias
+    return *grads, torch.empty(0, dtype=torch.float32) if dbias is None else dbias
 
 
 def _backward_fake(
@@ -365,8 +370,7 @@ def _split(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _packed_forward(qkv: Tensor, heads: int, kv_heads: int, *options: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _run_forward(*_split(qkv.contiguous(), heads, kv_heads), _Options(*options))
-    return out.flatten(1), lse
+    return _run_forward(*_split(qkv.contiguous(), heads, kv_heads), _Options(*options), side_by_side=True)
 
 
 def _packed_forward_fake(qkv: Tensor, heads: int, kv_heads: int, *options: Any) -> tuple[Tensor, Tensor]:
@@ -382,7 +386,7 @@ def _packed_backward_kernel(
     dbias = _run_backward(
         _split(grad, heads, kv_heads), _split(qkv, heads, kv_heads), out, lse, dout, _Options(*options), bias_grad
     )
-    return grad, torch.empty(0) if dbias is None else dbias
+    return grad, torch.empty(0, dtype=torch.float32) if dbias is None else dbias
 
 
 def _packed_backward_fake(

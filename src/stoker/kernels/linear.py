@@ -10,6 +10,7 @@ type of what they belong to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,9 @@ def linear_packed(
     """The results of `linear` with each of `weights`, side by side in the last dimension."""
     for weight in weights:
         check_device("linear", x=x, weight=weight)
-    flat = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    if not x.dim():
+        raise ValueError("linear: x has no dimension; it must be (..., features)")
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() != 2 else x
     y: Tensor = _linear(flat, list(weights), list(biases or ()), engine or "")
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 

@@ -86,8 +86,8 @@ def _kernel(logits: Tensor, labels: Tensor, ignore: int, reduction: int) -> tupl
     labels = _check_labels("cross_entropy", labels, logits.shape[:-1])
     logits = logits.contiguous()
     rows, classes = split_rows(logits)
-    losses = torch.empty(labels.shape)
-    stats = torch.empty((2, rows))
+    losses = torch.empty(labels.shape, dtype=torch.float32)
+    stats = torch.empty((2, rows), dtype=torch.float32)
     totals = torch.empty(2, dtype=torch.float64)
     bad = ctypes.c_int64(-1)
     native.function("stoker_cross_entropy_forward", "pppppp lll ii")(
@@ -214,14 +214,16 @@ class _Blocks:
         weight = self.weight.to(torch.float32)
         bias = None if self.bias is None else self.bias.to(torch.float32)
         count = self.rows.numel()
-        losses = torch.empty(count)
-        dx = torch.empty((count, hidden)) if need_x else torch.empty(0)
-        dweight = torch.empty((classes, hidden)) if need_weight else torch.empty(0)
-        dbias = torch.zeros(classes) if need_bias else torch.empty(0)
+        losses = torch.empty(count, dtype=torch.float32)
+        dx = torch.empty((count, hidden), dtype=torch.float32) if need_x else torch.empty(0, dtype=torch.float32)
+        dweight = (
+            torch.empty((classes, hidden), dtype=torch.float32) if need_weight else torch.empty(0, dtype=torch.float32)
+        )
+        dbias = torch.zeros(classes, dtype=torch.float32) if need_bias else torch.empty(0, dtype=torch.float32)
         if not count:
             dweight.zero_()
         size = max(1, min(count, _BLOCK_BYTES // (4 * max(1, classes))))
-        buffer = torch.empty((size, classes))
+        buffer = torch.empty((size, classes), dtype=torch.float32)
         for start in range(0, count, size):
             rows = slice(start, min(count, start + size))
             inputs = self.flat.index_select(0, self.rows[rows]).to(torch.float32)
@@ -274,10 +276,10 @@ def _linear_kernel(
     count = blocks.rows.numel()
     scales = None
     if reduction != _NONE and any(blocks.needs):
-        scales = torch.full((count,), 1.0 / max(1, count) if reduction == _MEAN else 1.0)
+        scales = torch.full((count,), 1.0 / max(1, count) if reduction == _MEAN else 1.0, dtype=torch.float32)
     losses, dx, dweight, dbias = blocks.run(scales)
     if reduction == _NONE:
-        loss = torch.zeros(blocks.tokens).index_copy_(0, blocks.rows, losses).view(labels.shape)
+        loss = torch.zeros(blocks.tokens, dtype=torch.float32).index_copy_(0, blocks.rows, losses).view(labels.shape)
     else:
         loss = losses.sum(dtype=torch.float64)
         loss = (loss / count if reduction == _MEAN else loss).to(torch.float32)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = [
     "check_device",
@@ -49,6 +50,9 @@ def define(
     direct = kernel if backward is None else _autograd_function(name, kernel, backward, setup_context)
 
     def operator(*args: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+            # torch would return a tangent of zeros from an operator that it knows nothing else about.
+            raise NotImplementedError(f"stoker::{name} has no forward-mode derivative; use reverse mode (backward)")
         if torch.compiler.is_compiling() or not plain(args):
             return dispatched(*args)
         return direct(*args) if torch.is_grad_enabled() else kernel(*args)
@@ -79,12 +83,12 @@ def _autograd_function(
         found = backward(ctx, *grads)
         return *_scatter(found if isinstance(found, tuple) else (found,), ctx.lengths), None
 
-    once = torch.autograd.function.once_differentiable(flat_backward)
-
-    # Gradients are recorded in backward only if a second derivative was asked for, which `once` makes an error.
     def either(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = (once if torch.is_grad_enabled() else flat_backward)(ctx, *grads)
-        return found
+        if not torch.is_grad_enabled():
+            return flat_backward(ctx, *grads)
+        with torch.no_grad():  # recorded only if a second derivative may follow
+            found = flat_backward(ctx, *grads)
+        return _without_derivative(name, found, [*grads, *ctx.saved_tensors])
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(either)}
     apply = type(f"stoker_{name}", (torch.autograd.Function,), body).apply  # type: ignore[attr-defined]
@@ -94,6 +98,20 @@ def _autograd_function(
         return apply(*_scatter(args, lengths), lengths)
 
     return direct
+
+
+def _without_derivative(name: str, results: tuple[Any, ...], sources: list[Any]) -> tuple[Any, ...]:
+    """`results`, such that whoever asks for their derivative by one of `sources`, or by anything, gets an error.
+
+    torch's once_differentiable looks at the incoming gradients alone. Ours depend on what was saved as well, and would pass
+    as constants where the incoming gradient is one, as that of a sum is.
+    """
+    depends = [source for source in sources if source is not None and source.requires_grad]
+    depends = depends or [torch.zeros((), requires_grad=True)]
+    message = f"trying to differentiate stoker::{name} twice; it has no second derivative"
+    error: Any = torch._C._functions.DelayedError(message.encode(), len(results) + len(depends))
+    found: tuple[Any, ...] = error(*results, *depends)
+    return found[: len(results)]
 
 
 _NO_LIST = -1
@@ -137,6 +155,12 @@ def plain(args: tuple[Any, ...]) -> bool:
 
 def _plain(arg: Any) -> bool:
     return type(arg) in _PLAIN_TYPES and (not isinstance(arg, Tensor) or arg.device.type == "cpu")
+
+
+def _has_tangent(arg: Any) -> bool:
+    if isinstance(arg, list):
+        return any(map(_has_tangent, arg))
+    return isinstance(arg, Tensor) and arg.is_floating_point() and forward_ad.unpack_dual(arg).tangent is not None
 
 
 def check_tensor(
@@ -198,5 +222,5 @@ def reference_factors(key: Tensor, rows: int, columns: int, p: float) -> Tensor:
 
     For tests and for reading a mask; it runs the native generator itself over a matrix of ones.
     """
-    ones = torch.ones(rows, columns)
+    ones = torch.ones(rows, columns, dtype=torch.float32)
     return torch.ops.stoker.dropout(ones, p, key)  # type: ignore[no-any-return]
