@@ -299,18 +299,19 @@ def main() -> int:
     cpus = sorted(os.sched_getaffinity(0))
     size = {"layers": options.layers, "hidden": options.hidden}
     run = two_hosts if options.hosts else bucket_sizes if options.buckets else one_host
-    middles = {name: statistics.median(values) for name, values in run(options, cpus, size).items()}
-    base = next(iter(middles.values()))
-    missed = 0
-    if options.hosts:
-        for rate in options.rates:
-            share = middles["no communication"] + middles[f"{rate} average"] / options.local_sgd
-            middles[f"{rate} local SGD {options.local_sgd}"] = share
-    for name, seconds in middles.items():
+    taken = run(options, cpus, size)
+    for rate in options.rates if options.hosts else ():
+        both = zip(taken["no communication"], taken[f"{rate} average"], strict=True)
+        taken[f"{rate} local SGD {options.local_sgd}"] = [step + mean / options.local_sgd for step, mean in both]
+    base, missed = next(iter(taken)), 0
+    for name, values in taken.items():
+        # Batches differ in length: each step is compared with the same step of the first side.
+        ratio = statistics.median(ours / mine for ours, mine in zip(taken[base], values, strict=True))
         bar = next((value for word, value in BARS.items() if word in name), None)
-        missed += bar is not None and base / seconds < bar
+        missed += bar is not None and ratio < bar
         told = f" (bar {bar}x)" if bar is not None else ""
-        print(f"{name:28}{seconds:8.3f} s {base / seconds:6.2f}x of {next(iter(middles))}{told}", flush=True)
+        print(f"{name:28}{statistics.median(values):8.3f} s {ratio:6.2f}x of {base}{told}", flush=True)
+    middles = {name: statistics.median(values) for name, values in taken.items()}
     if options.hosts:
         from train_step import CASES, build_model
 
