@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,6 +92,94 @@ def test_restore_gives_every_class_back() -> None:
     assert [type(module) for module in model.modules()] == classes
     torch.testing.assert_close(_loss(model), expected)
     assert not stoker.report(model).applied
+
+
+def test_the_report_of_a_restored_model_claims_nothing() -> None:
+    model = tiny.model("Bert", "QuestionAnswering")
+    optimizer = torch.optim.AdamW(model.parameters())
+    stoker.optimize(model, optimizer, dtype=torch.bfloat16)
+    stoker.restore(model)
+    assert "bf16" not in str(stoker.report(model))
+    assert stoker.report(model).optimizer == "AdamW fused"  # it still is
+    stoker.restore(model, optimizer)
+    assert not stoker.report(model).optimizer
+
+
+def test_the_report_names_the_type_that_is_used() -> None:
+    half = stoker.optimize(tiny.model("Bert", "QuestionAnswering").bfloat16(), dtype=torch.float32)
+    assert stoker.report(half).precision == "bfloat16, the type that the parameters have"
+    off = stoker.optimize(tiny.model("Bert", "QuestionAnswering"), dtype=torch.bfloat16, level="O0")
+    assert "switched off" in stoker.report(off).precision
+
+
+@pytest.mark.parametrize("head", ["QuestionAnswering", "MaskedLM"])
+def test_torch_func_differentiates_an_optimised_model(head: str) -> None:
+    from torch.func import functional_call, grad
+
+    model = tiny.model("Bert", head)
+    batch = tiny.batch("Bert", head).kwargs
+    model(**batch).loss.backward()
+    stoker.optimize(model)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found = grad(lambda values: functional_call(model, values, (), batch).loss)(parameters)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_torch_func_and_tracing_see_stock_modules() -> None:
+    from torch.func import functional_call, grad, vmap
+
+    model = stoker.optimize(nn.Sequential(nn.Linear(300, 300), nn.GELU(), nn.LayerNorm(300)))
+    x = torch.randn(2, 300, 300)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    per_sample = vmap(grad(lambda values, x: functional_call(model, values, (x,)).square().sum()), (None, 0))
+    found = per_sample(parameters, x)["0.bias"]
+    (expected,) = torch.autograd.grad(model(x[1]).square().sum(), [model[0].bias])
+    torch.testing.assert_close(found[1], expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
+
+
+class _OwnRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(8)), 1e-6
+
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        z = hidden_states if residual is None else hidden_states + residual
+        return self.weight * z * torch.rsqrt(z.square().mean(-1, keepdim=True) + self.eps)
+
+
+def test_a_norm_of_ones_own_keeps_its_arguments() -> None:
+    norm = _OwnRMSNorm()
+    x, residual = torch.randn(4096, 8), torch.randn(4096, 8)
+    expected, with_residual = norm(x), norm(x, residual)
+    stoker.optimize(norm)
+    assert stoker.report(norm).applied
+    torch.testing.assert_close(norm(x), expected)
+    torch.testing.assert_close(norm(hidden_states=x), expected)
+    torch.testing.assert_close(norm(x, residual), with_residual)
+    torch.testing.assert_close(norm(x, residual=residual), with_residual)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
+def test_tables_with_sparse_gradients_keep_their_optimizer(cls: type[torch.optim.Optimizer]) -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    _, optimizer = stoker.optimize(model, cls(model.parameters(), lr=0.1))
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    assert "sparse" in stoker.report(model).optimizer
+
+
+def test_the_masked_lm_output_can_be_copied_and_pickled() -> None:
+    model = _optimized("Bert", "MaskedLM")
+    batch = tiny.batch("Bert", "MaskedLM").kwargs
+    output = model(**batch)
+    copied = pickle.loads(pickle.dumps(output))
+    assert type(copied) is transformers.modeling_outputs.MaskedLMOutput
+    torch.testing.assert_close(copied.logits, output.logits)
+    torch.testing.assert_close(copied.loss, output.loss)
+    torch.testing.assert_close(copy.copy(model(**batch)).logits, output.logits)
 
 
 def test_a_second_call_replaces_the_first() -> None:
@@ -363,3 +452,5 @@ def test_wrong_arguments_are_named() -> None:
         stoker.optimize(model, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"torch\.int8"):
         stoker.optimize(model, dtype=torch.int8)
+    with pytest.raises(ValueError, match="level is 'O2'"):
+        stoker.optimize(model, level="O2")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stoker.model import precision
 from stoker.model.families import Family, find, transformers_major
 from stoker.model.sequences import Sequences, read_mask, serving
-from stoker.model.swap import Optimized, child, named, stock_class, unhooked
+from stoker.model.swap import Optimized, child, named, stock_class, transformed, unhooked
 
 __all__ = ["Door", "stock_calls"]
 
@@ -121,8 +121,8 @@ def _why_stock(model: Any, row: Family, call: dict[str, Any]) -> str | None:
         return f"position_embedding_type is {config.position_embedding_type!r}"
     if ("input_ids" in call) == ("inputs_embeds" in call):
         return "not exactly one of input_ids and inputs_embeds is given"  # stock raises the error
-    if torch.jit.is_tracing():
-        return "the model is being traced"
+    if transformed():
+        return "the model is being traced, or transformed by torch.func"
     return _altered(model.modules(), row)
 
 

@@ -6,6 +6,7 @@ the loss comes from the labelled rows alone, without the (tokens, vocabulary) ma
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from stoker.kernels.loss import linear_cross_entropy
 from stoker.model.families import Family, MaskedLM
 from stoker.model.leaves import activation_kind
 from stoker.model.sequences import watched, watching
-from stoker.model.swap import Optimized, child, named, plain, unhooked
+from stoker.model.swap import Optimized, child, named, plain, transformed, unhooked
 
 __all__ = ["MaskedLMModel", "QuestionAnsweringModel", "SpanLogits"]
 
@@ -91,7 +92,7 @@ class MaskedLMModel(Optimized):
             return None
         if not call.get("return_dict", getattr(self.config, "return_dict", True)):
             return None
-        if not _is_plain(self, row.masked_lm):
+        if transformed() or not _is_plain(self, row.masked_lm):
             return None
         labelled = (call["labels"].reshape(-1) != IGNORED).nonzero().squeeze(1)
         return labelled if labelled.numel() else None
@@ -177,6 +178,10 @@ def _lazy_output_class() -> type[Any]:
         def items(self) -> Any:
             self._complete()
             return super().items()
+
+        def __reduce__(self) -> Any:
+            """Copied and pickled as what it stands for, logits included: how they are computed cannot be written down."""
+            return MaskedLMOutput, tuple(dict(self.items()).get(field.name) for field in dataclasses.fields(self))
 
         def get(self, key: Any, default: Any = None) -> Any:
             return self[key] if key == "logits" or OrderedDict.__contains__(self, key) else default

@@ -1,7 +1,8 @@
 """Single modules of any model: dropout, norms, activations, linear and embedding through the native kernels.
 
 Each override takes the calls its kernel is made for and leaves the others to the stock forward: another device or type, a
-caller that is being compiled (the compiler fuses by itself), or an input so small that the detour costs more than it saves.
+caller that is being compiled (the compiler fuses by itself) or transformed, or an input so small that the detour costs more
+than it saves.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding
 from stoker.kernels.linear import linear
 from stoker.kernels.norm import layer_norm, rms_norm
-from stoker.model.swap import Optimized, Settings, stock_class, swap
+from stoker.model.swap import Optimized, Settings, stock_class, swap, transformed
 
 __all__ = ["activation_kind", "swap_leaf"]
 
@@ -57,6 +58,7 @@ def _native(x: Any, *parameters: Tensor | None) -> bool:
         isinstance(x, Tensor)
         and type(x) in (Tensor, nn.Parameter)
         and not torch.compiler.is_compiling()
+        and not transformed()
         and x.device.type == "cpu"
         and x.dtype in _TYPES
         and all(p is None or (p.device.type == "cpu" and p.dtype in _TYPES) for p in parameters)
@@ -174,16 +176,20 @@ class LeafRMSNorm(Optimized):
 
     weight: nn.Parameter
 
-    def forward(self, input: Tensor) -> Tensor:
-        eps = _rms_eps(self)
+    # Such norms are other people's: their argument has any name, and there may be more than one.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        eps, input = _rms_eps(self), args[0] if args else None
         if (
             eps is not None
+            and len(args) == 1
+            and not kwargs
+            and isinstance(input, Tensor)
             and input.numel() >= SMALL_ELEMENTS
             and input.dtype == torch.float32
             and _native(input, self.weight)
         ):
             return rms_norm(input, self.weight, eps)
-        return super().forward(input)  # type: ignore[no-any-return]
+        return super().forward(*args, **kwargs)
 
 
 def _rms_eps(module: nn.Module) -> float | None:

@@ -19,7 +19,7 @@ from stoker.model.families import Family, Role, find
 from stoker.model.heads import MaskedLMModel, QuestionAnsweringModel, SpanLogits
 from stoker.model.layer import FusedEmbeddings, FusedLayer, RelativeBias
 from stoker.model.leaves import swap_leaf
-from stoker.model.report import Notes, note, report
+from stoker.model.report import Notes, forget, note, report
 from stoker.model.swap import Optimized, Settings, child, restore_module, swap
 
 __all__ = ["optimize", "restore"]
@@ -73,6 +73,8 @@ def optimize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize: model is a {type(model).__name__}; it must be a torch.nn.Module")
     _explain(ipex)
+    if level not in ("O0", "O1"):
+        raise ValueError(f"optimize: level is {level!r}; it must be 'O0' (everything off) or 'O1'")
     if level == "O0":
         log.info("optimize: level='O0': every part is switched off")
         unpad = fuse = fuse_loss = memory = fuse_update_step = False
@@ -82,14 +84,18 @@ def optimize(
     settings = Settings(unpad=unpad, fuse=fuse, fuse_loss=fuse_loss, dtype=chosen)
     restore(model)  # a second call starts from stock, so that its switches count
     encoder = _apply(model, settings) if unpad or fuse else False
-    if chosen == torch.bfloat16 and not encoder:
+    if stored := _stored_type(model):
+        why = f"{str(stored).removeprefix('torch.')}, the type that the parameters have"
+    elif not (unpad or fuse):
+        why = "left alone: unpad and fuse are switched off"
+    elif chosen == torch.bfloat16 and not encoder:
         why = "fp32: not a family of the table; bf16 applies inside torch.autocast('cpu', torch.bfloat16)"
     notes = Notes(
         precision=why,
         memory=allocator.keep_mapped() if memory else "switched off",
         optimizer=""
         if optimizer is None
-        else optimizers.fuse(optimizer)
+        else optimizers.fuse(optimizer, _sparse_tables(model))
         if fuse_update_step
         else "left alone, as asked",
     )
@@ -107,6 +113,7 @@ def restore(model: Model, optimizer: Any = None) -> Model:
         restore_module(module)
     if optimizer is not None:
         optimizers.unfuse(optimizer)
+    forget(model, optimizer=optimizer is not None)
     return model
 
 
@@ -115,6 +122,21 @@ def _explain(ipex: dict[str, Any]) -> None:
         if name not in _IPEX_KEYWORDS:
             raise TypeError(f"optimize: unknown keyword {name!r} (value {value!r}); see help(stoker.optimize)")
         log.info("optimize: %s=%r: %s", name, value, _IPEX_KEYWORDS[name])
+
+
+def _stored_type(model: nn.Module) -> torch.dtype | None:
+    """The type of a model's parameters if it is one, and not fp32: then activations have it too, whatever was asked for."""
+    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return None if len(types) != 1 or torch.float32 in types else types.pop()
+
+
+def _sparse_tables(model: nn.Module) -> set[torch.Tensor]:
+    """Weights whose gradients will be sparse."""
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
 
 
 def _apply(model: nn.Module, settings: Settings) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 __all__ = ["fuse", "unfuse"]
@@ -16,11 +18,14 @@ _STOCK_FLAGS: WeakKeyDictionary[Optimizer, list[tuple[Any, Any]]] = WeakKeyDicti
 """Cache of the (fused, foreach) flags each optimizer came with: its defaults first, then its groups."""
 
 
-def fuse(optimizer: Any) -> str:
-    """Turns `optimizer` to its fused form if it has one; says what was done, or why not."""
+def fuse(optimizer: Any, sparse: Collection[Tensor] = ()) -> str:
+    """Turns `optimizer` to its fused form if it has one; says what was done, or why not.
+
+    `sparse` are the parameters whose gradients will be sparse, which no fused form takes.
+    """
     inner = _unwrapped(optimizer)
     name = type(inner).__name__
-    if reason := _why_not(inner):
+    if reason := _why_not(inner, {id(parameter) for parameter in sparse}):
         return f"{name} left alone: {reason}"
     if all(group.get("fused") for group in inner.param_groups):
         return f"{name} was fused already"
@@ -55,7 +60,7 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer if isinstance(optimizer, _FUSABLE) else getattr(optimizer, "optimizer", optimizer)
 
 
-def _why_not(optimizer: Any) -> str | None:
+def _why_not(optimizer: Any, sparse: set[int]) -> str | None:
     if type(optimizer) not in _FUSABLE:
         return "no fused form is known"
     for group in optimizer.param_groups:
@@ -66,4 +71,6 @@ def _why_not(optimizer: Any) -> str | None:
         for parameter in group["params"]:
             if parameter.device.type != "cpu" or not torch.is_floating_point(parameter):
                 return f"it holds a parameter that is {parameter.dtype} on {parameter.device}"
+            if id(parameter) in sparse:
+                return "it holds a table with sparse gradients"
     return None

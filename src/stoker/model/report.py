@@ -13,7 +13,7 @@ from stoker.model.families import find
 from stoker.model.layer import FusedLayer
 from stoker.model.swap import Optimized, stock_class
 
-__all__ = ["Notes", "Report", "note", "report"]
+__all__ = ["Notes", "Report", "forget", "note", "report"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,12 @@ _NOTES: WeakKeyDictionary[nn.Module, Notes] = WeakKeyDictionary()
 
 def note(model: nn.Module, notes: Notes) -> None:
     _NOTES[model] = notes
+
+
+def forget(model: nn.Module, *, optimizer: bool) -> None:
+    """Drops the notes that a restored model no longer bears out; the one on the optimizer only if it was restored too."""
+    if (notes := _NOTES.get(model)) is not None:
+        _NOTES[model] = Notes("", notes.memory, "" if optimizer else notes.optimizer)
 
 
 @dataclass(frozen=True)

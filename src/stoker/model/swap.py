@@ -26,6 +26,7 @@ __all__ = [
     "restore_module",
     "stock_class",
     "swap",
+    "transformed",
     "unhooked",
 ]
 
@@ -148,6 +149,11 @@ def plain(module: Any, kind: type[nn.Module]) -> bool:
     """Whether reading the weights of `module` is as good as calling it: exactly a `kind`, not wrapped, not hooked."""
     cls = type(module)
     return (cls is kind or cls.__dict__.get("stoker_stock") is kind) and unhooked(module)
+
+
+def transformed() -> bool:
+    """Whether torch.func or the tracer runs this call: they know stock operators, and not how to see through ours."""
+    return torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
 
 
 def unhooked(module: nn.Module) -> bool:
