@@ -98,6 +98,8 @@ def test_both_files_of_the_old_guide_are_read() -> None:
         ("dynamo_config:\n  dynamo_backend: INDUCTOR\n", "dynamo_backend", "inductor"),
         ("ipex_config:\n  ipex: false\n", "ipex", False),
         ("ipex_config: {}\n", "ipex", True),
+        ("ipex_config: false\n", "ipex", False),
+        ("num_processes: -1\n", "num_processes", -1),
         ("main_process_port: '29501'\n", "main_process_port", 29501),
         ("mpirun_config: null\n", "hostfile", None),
         ("{}", "num_machines", 1),
@@ -124,6 +126,21 @@ def test_json_of_the_first_versions_is_read(tmp_path: Path) -> None:
         ("mixed_precision: int3\n", "must be one of no, bf16"),
         ("compute_environment: AMAZON_SAGEMAKER\n", "LOCAL_MACHINE"),
         ("use_cpu: perhaps\n", "must be true or false"),
+        ("a: 2020-13-45\n", "not valid yaml: month"),
+        ("a: 1\n  b: 2\n", "not valid yaml: line 2: mapping values"),
+        pytest.param("a: " + "[" * 3000, "not valid yaml", id="deep"),
+        ("stoker_config: fast\n", "stoker_config is 'fast'; it must hold keys"),
+        ("mpirun_config: hosts\n", "mpirun_config is 'hosts'; it must hold keys"),
+        ("mpirun_config:\n  mpirun_ccl: -1\n", "mpirun_ccl is -1; it must be a whole number, 0 or more"),
+        (
+            "stoker_config:\n  num_cpu_threads_per_process: -2\n",
+            "per_process is -2; it must be a whole number, 1 or more",
+        ),
+        ("main_process_port: 99999\n", "main_process_port is 99999; it must be a whole number, from 0 to 65535"),
+        ("num_machines: 0\n", "num_machines is 0; it must be a whole number, 1 or more"),
+        ("num_processes: 0\n", "num_processes is 0; it must be at least 1"),
+        ("num_processes: -3\n", "num_processes is -3"),
+        ("machine_rank: -1\n", "machine_rank is -1"),
     ],
 )
 def test_a_file_that_cannot_be_followed_is_answered_by_one_sentence(text: str, says: str, tmp_path: Path) -> None:
@@ -217,8 +234,9 @@ def test_check_ends_with_1_for_what_cannot_run(tmp_path: Path, capsys: pytest.Ca
     path.write_text("distributed_type: MULTI_CPU\nnum_machines: 2\nnum_processes: 3\nmain_process_ip: 127.0.0.1\n")
     assert main(["config", "check", str(path)]) == 1
     assert "cannot be divided evenly" in capsys.readouterr().out
-    path.write_text("distributed_type: NO\n")
+    path.write_text("distributed_type: NO\nnum_proceses: 2\ndowncast_bf16: 'no'\n")
     assert main(["config", "check", str(path)]) == 0
+    assert capsys.readouterr().out == "odd: num_proceses: unknown to Stoker and to accelerate, and not read\n"
 
 
 def test_plain_answers_when_piped(recorded: Recorded) -> None:
@@ -251,6 +269,25 @@ def test_every_question_is_also_a_flag(homeless: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert main(["config", "show"]) == 0
     assert "main_process_port: 2222" in capsys.readouterr().out
+
+
+def test_several_processes_by_a_flag_are_several_and_a_flag_without_a_place_is_said(
+    homeless: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "--yes", "--num_processes", "2"]) == 0
+    config = Config.read(configuration.own_path())
+    assert (config.distributed_type, config.num_processes) == ("MULTI_CPU", 2)
+    assert main(["config", "--yes", "--distributed_type", "NO", "--num_processes", "2"]) == 0
+    assert "num_processes 2: not needed" in capsys.readouterr().err
+    assert main(["config", "--yes", "--main_process_port", "99999"]) == 2
+    assert "answer with a port" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence_and_nothing_is_left_there(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").mkdir()
+    with pytest.raises(UserError, match="cannot write"):
+        Config().write(tmp_path / "c.yaml")
+    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
 def test_a_wrong_answer_in_a_pipe_is_one_sentence(recorded: Recorded) -> None:

@@ -15,7 +15,7 @@ from stoker.cli.parsing import Parser
 from stoker.errors import UserError
 from stoker.launch import config as configuration
 from stoker.launch import migrate
-from stoker.launch.ask import ask_all, understand
+from stoker.launch.ask import ask_all, tell_unneeded, understand
 from stoker.launch.check import check
 from stoker.launch.questions import QUESTIONS, Answers, Question, to_config
 from stoker.machine import Machine
@@ -52,6 +52,8 @@ def _ask(argv: list[str]) -> int:
         )
     options = parser.parse_args(argv)
     given = {question.name: getattr(options, question.name) for question in QUESTIONS}
+    if given["distributed_type"] is None and max(given["num_processes"] or 1, given["num_machines"] or 1) > 1:
+        given["distributed_type"] = "MULTI_CPU"  # nothing else can be meant
     machine = Machine.read()
     config = to_config(_defaults(given, machine) if options.yes else ask_all(given, machine))
     path = options.config_file or configuration.own_path()
@@ -73,6 +75,7 @@ def _defaults(given: Answers, machine: Machine) -> Answers:
             answers[question.name] = (
                 told if told is not None else None if question.optional else question.default(answers, machine)
             )
+    tell_unneeded(given, answers)
     return answers
 
 

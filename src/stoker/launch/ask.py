@@ -12,7 +12,7 @@ from stoker.errors import UserError
 from stoker.launch.questions import QUESTIONS, Answers, Question
 from stoker.machine import Machine
 
-__all__ = ["ask_all", "move", "understand"]
+__all__ = ["ask_all", "move", "tell_unneeded", "understand"]
 
 
 def ask_all(given: Answers, machine: Machine, source: TextIO | None = None, screen: TextIO | None = None) -> Answers:
@@ -28,10 +28,15 @@ def ask_all(given: Answers, machine: Machine, source: TextIO | None = None, scre
             answers[question.name] = _pick(question, question.default(answers, machine), screen)
         else:
             answers[question.name] = _type(question, question.default(answers, machine), source, screen)
+    tell_unneeded(given, answers)
+    return answers
+
+
+def tell_unneeded(given: Answers, answers: Answers) -> None:
+    """A line for each flag whose question does not apply."""
     for name, value in given.items():
         if value is not None and name not in answers:
             print(f"stoker: {name} {value}: not needed with the other answers, left out", file=sys.stderr)
-    return answers
 
 
 def _type(question: Question, default: Any, source: TextIO, screen: TextIO) -> Any:
@@ -63,12 +68,14 @@ def understand(question: Question, text: str, default: Any) -> Any:
             return word in ("y", "yes", "true", "1")
         raise UserError(f"{text!r}: answer yes or no")
     if question.kind == "number":
-        if not text.isdigit() or (int(text) == 0 and question.name not in ("machine_rank",)):
+        if not text.isdecimal() or (int(text) == 0 and question.name not in ("machine_rank",)):
             raise UserError(f"{question.text} {text!r}: answer with a whole number")
+        if question.name == "main_process_port" and int(text) > 65535:
+            raise UserError(f"{question.text} {text!r}: answer with a port, 1 to 65535")
         return int(text)
     if question.kind == "choice":
         names = [name for name, _ in question.choices]
-        if text.isdigit() and int(text) < len(names):
+        if text.isdecimal() and int(text) < len(names):
             return names[int(text)]
         matches = [name for name, shown in question.choices if text.lower() in (name.lower(), shown.lower())]
         if matches:

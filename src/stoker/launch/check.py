@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from stoker.errors import UserError
 from stoker.launch import hostfile, network
 from stoker.launch.config import Config
+from stoker.launch.migrate import unknown
 from stoker.launch.placement import place
 from stoker.machine import Machine
 
@@ -23,6 +24,7 @@ class Finding:
 def check(config: Config, machine: Machine) -> list[Finding]:
     """Everything that does not fit together, or not with this machine."""
     found = [Finding("odd", note) for note in config.notes]
+    found += [Finding("odd", f"{key}: unknown to Stoker and to accelerate, and not read") for key in unknown(config)]
     found += _numbers(config, machine)
     found += _addresses(config)
     if config.hostfile:
@@ -93,7 +95,12 @@ def _addresses(config: Config) -> list[Finding]:
     elif address and config.machine_rank == 0 and not config.hostfile and not network.is_local(address):
         text = f"machine_rank is 0, but main_process_ip {address} is not this machine, whose address is {network.own_address()}"
         found.append(Finding("wrong", text))
-    elif port and (address is None or network.is_local(address)) and not network.port_is_free(port, address or ""):
+    elif (
+        port
+        and 0 < port <= 65535
+        and (address is None or network.is_local(address))
+        and not network.port_is_free(port, address or "")
+    ):
         found.append(
             Finding("wrong", f"port {port} is in use by another program here; choose another main_process_port")
         )

@@ -27,6 +27,12 @@ LAUNCHERS = ("auto", "torchrun", "impi", "mpich", "openmpi", "slurm")
 # numbers; the device is the CPU.
 _SEVERAL = ("MULTI_CPU", "MULTI_XPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "FSDP")
 _REFUSED = ("DEEPSPEED", "MEGATRON_LM", "TPU", "XLA")
+_BOUNDS: dict[str, tuple[int, int | None]] = {
+    "machine_rank": (0, None),
+    "main_process_port": (0, 65535),
+    "num_machines": (1, None),
+    "num_processes": (-1, None),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +93,19 @@ class Config:
         values["ipex"] = _ipex(keys.pop("ipex_config", None), where)
         values["hostfile"], values["ccl_workers"] = _mpirun(keys.pop("mpirun_config", None), where)
         values["dynamo_backend"] = _dynamo(keys)
-        own = keys.pop("stoker_config", None) or {}
-        values["threads"] = _whole(own.get("num_cpu_threads_per_process"), "num_cpu_threads_per_process", where)
+        own = _mapping(keys.pop("stoker_config", None), "stoker_config", where)
+        values["threads"] = _whole(
+            own.get("num_cpu_threads_per_process"), "num_cpu_threads_per_process", where, lowest=1
+        )
         values["launcher"] = _one_of(str(own.get("launcher", "auto")), LAUNCHERS, "launcher", where)
-        for name in ("machine_rank", "main_process_port", "num_machines", "num_processes"):
-            if keys.get(name) is not None:
-                values[name] = _whole(keys[name], name, where)
-            keys.pop(name, None)
+        for name, (lowest, highest) in _BOUNDS.items():
+            number = _whole(keys.pop(name, None), name, where, lowest=lowest, highest=highest)
+            if number is not None:
+                values[name] = number
+        if values.get("num_processes") == 0:
+            raise UserError(
+                f"{where}: num_processes is 0; it must be at least 1, or -1 to leave it to the command line"
+            )
         for name in ("same_network", "use_cpu"):
             if keys.get(name) is not None:
                 values[name] = _truth(keys[name], name, where)
@@ -133,6 +145,7 @@ class Config:
 def write_mapping(mapping: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Writes yaml beside its place and renames it, so that a crash leaves the old file."""
     target = Path(path)
+    temporary = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name)
@@ -141,6 +154,9 @@ def write_mapping(mapping: dict[str, Any], path: str | os.PathLike[str]) -> None
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
     except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
         raise UserError(f"cannot write {target}: {error.strerror}; name another place") from None
 
 
@@ -151,15 +167,22 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"config file {path} does not exist; `stoker config` makes one") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"config file {path} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"config file {path} cannot be read: {reason}") from None
     try:
         found = json.loads(text) if str(path).endswith(".json") else yaml.safe_load(text)
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        place = str(getattr(error, "problem_mark", "") or error).strip()
-        raise UserError(f"config file {path} is not valid yaml: {' '.join(place.split())}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: JSON, and dates that do not exist
+        raise UserError(f"config file {path} is not valid yaml: {_reason(error)}") from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise UserError(f"config file {path} must hold keys and values, as `stoker config` writes them")
     return found
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, and where, in one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    text = f"line {mark.line + 1}: {problem}" if mark is not None and problem else str(error)
+    return " ".join(text.split())
 
 
 def own_path() -> Path:
@@ -214,7 +237,7 @@ def _precision(keys: dict[str, Any], where: str) -> str:
 
 
 def _ipex(value: Any, where: str) -> bool:
-    if not value:
+    if value is None:
         return True
     if not isinstance(value, dict):
         return _truth(value, "ipex_config", where)
@@ -222,10 +245,9 @@ def _ipex(value: Any, where: str) -> bool:
 
 
 def _mpirun(value: Any, where: str) -> tuple[str | None, int | None]:
-    if not isinstance(value, dict):
-        return None, None
+    value = _mapping(value, "mpirun_config", where)
     hostfile = value.get("mpirun_hostfile")
-    workers = _whole(value.get("mpirun_ccl"), "mpirun_config.mpirun_ccl", where)
+    workers = _whole(value.get("mpirun_ccl"), "mpirun_config.mpirun_ccl", where, lowest=0)
     return (str(hostfile) if hostfile else None), workers
 
 
@@ -241,13 +263,25 @@ def _dynamo(keys: dict[str, Any]) -> str:
     return "no" if value in (None, False) else str(value).lower()
 
 
-def _whole(value: Any, name: str, where: str) -> int | None:
+def _mapping(value: Any, name: str, where: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: {name} is {value!r}; it must hold keys and values")
+    return value
+
+
+def _whole(value: Any, name: str, where: str, *, lowest: int, highest: int | None = None) -> int | None:
     if value is None or value == "":
         return None
     try:
-        return int(str(value))
+        number = int(str(value))
     except ValueError:
         raise UserError(f"{where}: {name} is {value!r}; it must be a whole number") from None
+    if number < lowest or (highest is not None and number > highest):
+        limits = f"from {lowest} to {highest}" if highest is not None else f"{lowest} or more"
+        raise UserError(f"{where}: {name} is {value!r}; it must be a whole number, {limits}")
+    return number
 
 
 def _truth(value: Any, name: str, where: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from stoker.launch.config import Config
 
-__all__ = ["explain", "for_accelerate"]
+__all__ = ["explain", "for_accelerate", "unknown"]
 
 # Keys of accelerate that have no bearing on CPUs. They stay in the file, since today's accelerate takes them.
 _PASSED_OVER = {
@@ -35,6 +35,11 @@ def for_accelerate(config: Config) -> dict[str, Any]:
     """A file that today's accelerate accepts as well: without the keys it refuses."""
     passed_over = {key: value for key, value in config.other.items() if key in _PASSED_OVER}
     return dict(sorted((passed_over | config.plain_keys()).items()))
+
+
+def unknown(config: Config) -> list[str]:
+    """Keys of a file that neither accelerate nor Stoker has ever known: typing errors, mostly."""
+    return [key for key in config.other if key not in _PASSED_OVER and key != "use_xpu"]
 
 
 def explain(old: dict[str, Any], config: Config) -> list[str]:
