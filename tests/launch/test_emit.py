@@ -100,10 +100,11 @@ def expand(word: str) -> str:
 
 
 def test_kubernetes_delivers_the_scripts_words_unchanged() -> None:
-    words = ["--emit", "kubernetes", "--emit_image", "i", "--num_machines", "2", "s.py", *HOSTILE]
+    words = ["--emit", "kubernetes", "--emit_image", "i", "--num_machines", "2", "-genv", "A=$(B)", "s.py", *HOSTILE]
     job = list(yaml.safe_load_all(emit(parse(words), Config())))[-1]
     command = [expand(word) for word in job["spec"]["template"]["spec"]["containers"][0]["command"]]
     assert command[-len(HOSTILE) :] == HOSTILE
+    assert command[command.index("-genv") + 1] == "A=$(B)"
     assert command[command.index("--machine_rank") + 1] == "<JOB_COMPLETION_INDEX>"
 
 
@@ -147,6 +148,7 @@ def test_a_batch_script_is_valid_and_quotes_every_word(tmp_path: Any) -> None:
     ("words", "says"),
     [
         (["--emit", "kubernetes", "s.py"], "--emit_image"),
+        (["--emit", "kubernetes", "--emit_image", "a b", "s.py"], "not the name of an image"),
         (["--emit", "slurm", "--emit_time", "1\n#SBATCH --uid=0", "s.py"], "not something Slurm takes"),
         (["--emit", "slurm", "--num_machines", "2", "-n", "3", "s.py"], "evenly"),
     ],
@@ -159,3 +161,13 @@ def test_what_cannot_be_emitted_is_one_sentence(words: list[str], says: str) -> 
 def test_no_ipex_and_variables_go_along() -> None:
     text = emit(parse(["--emit", "slurm", "-genv", "A=b c", "-m", "pkg.mod"]), Config(ipex=False))
     assert shlex.split(text.splitlines()[-1])[-6:] == ["launch", "--no-ipex", "-genv", "A=b c", "-m", "pkg.mod"]
+
+
+def test_placement_goes_along() -> None:
+    """The job parses what it is given to what was asked for here."""
+    asked = ["--bind", "none", "--ncores-per-instance", "4", "--nodes-list", "0,2", "--use-e-cores", "--oversubscribe"]
+    options = parse(["--emit", "slurm", *asked, "--no-prefix", "--dynamo_backend", "inductor", "s.py"])
+    words = shlex.split(emit(options, Config()).splitlines()[-1])
+    again = parse(words[words.index("launch") + 1 :])
+    for name in ("bind", "cores_per_process", "nodes", "efficiency", "oversubscribe", "prefix", "dynamo_backend"):
+        assert getattr(again, name) == getattr(options, name)

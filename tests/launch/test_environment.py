@@ -50,7 +50,9 @@ def test_pmix_without_local_ranks_is_taken_for_one_host() -> None:
     assert (found.launcher, found.local_rank, found.local_size) == ("PMIx", 1, 2)
 
 
-@pytest.mark.parametrize("variables", [{**HYDRA, "PMI_RANK": "9"}, {**HYDRA, "PMI_SIZE": "two"}])
+@pytest.mark.parametrize(
+    "variables", [{**HYDRA, "PMI_RANK": "9"}, {**HYDRA, "PMI_SIZE": "two"}, {**SLURM, "SLURM_NODEID": "2"}]
+)
 def test_variables_that_cannot_be_are_named(variables: dict[str, str]) -> None:
     with pytest.raises(UserError, match="unset"):
         discover(variables)

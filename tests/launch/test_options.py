@@ -83,6 +83,10 @@ def test_what_follows_the_script_is_not_looked_at() -> None:
         (["-ppn", "2", "--ninstances", "3", "s.py"], "contradict"),
         (["--main_process_port", "99999", "s.py"], "not a port"),
         (["-genv", "A-B=1", "s.py"], "NAME=VALUE"),
+        (["-n", "\u00b2", "s.py"], "not a whole number above 0"),
+        (["--extra_mpi_params", "'open", "s.py"], "cannot be cut into words"),
+        (["--rdzv_timeout", "-1", "s.py"], "seconds above 0"),
+        (["--local_sgd_outer_lr", "nan", "s.py"], "not a number"),
     ],
 )
 def test_a_mistake_is_one_sentence(words: list[str], says: str) -> None:

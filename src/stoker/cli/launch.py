@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import shlex
 from typing import Any
 
@@ -91,7 +93,7 @@ def _options(found: dict[str, Any], script: str, arguments: list[str], notes: li
         prefix=not found["no_prefix"],
         check_hosts=not found["no_host_check"],
         genv=(*found["genv"], *_training_words(found)),
-        extra_mpi=tuple(shlex.split(found["extra_mpi_params"] or "")),
+        extra_mpi=found["extra_mpi_params"],
         dry_run=found["dry_run"],
         emit=found["emit"],
         emit_options=emit,
@@ -156,8 +158,8 @@ def build_parser() -> Parser:
     )
     _add(several, "--gradient_compression", choices=COMPRESSIONS, help="how gradients travel; bf16 halves the bytes")
     _add(several, "--local_sgd", type=_whole, metavar="K", help="average weights every K steps, not gradients at each")
-    _add(several, "--local_sgd_outer_lr", type=float, metavar="X", help="of the averages (1.0; DiLoCo: 0.7)")
-    _add(several, "--local_sgd_outer_momentum", type=float, metavar="X", help="of the averages (0.0; DiLoCo: 0.9)")
+    _add(several, "--local_sgd_outer_lr", type=_number, metavar="X", help="of the averages (1.0; DiLoCo: 0.7)")
+    _add(several, "--local_sgd_outer_momentum", type=_number, metavar="X", help="of the averages (0.0; DiLoCo: 0.9)")
     _add(several, "--oversubscribe", action="store_true", help="allow more threads than cores")
     _add(several, "--no_prefix", action="store_true", help="no [rank] before each line")
 
@@ -174,7 +176,12 @@ def build_parser() -> Parser:
     _add(machines, "--main_process_port", "--master_port", type=_port, dest="main_process_port", metavar="PORT",
          help="free on machine 0")  # fmt: skip
     _add(
-        machines, "--rdzv_timeout", type=float, default=600.0, metavar="S", help="how long machines wait for each other"
+        machines,
+        "--rdzv_timeout",
+        type=_seconds,
+        default=600.0,
+        metavar="S",
+        help="how long machines wait for each other",
     )
     _add(machines, "--no_host_check", action="store_true", help="do not try ssh and compare versions first")
     _add(
@@ -212,7 +219,7 @@ def build_parser() -> Parser:
         metavar="K=V",
         help="set a variable in all ranks",
     )
-    _add(mpi, "--extra_mpi_params", metavar="WORDS", help="more words for mpirun")
+    _add(mpi, "--extra_mpi_params", type=_shell_words, default=(), metavar="WORDS", help="more words for mpirun")
 
     _add(parser, "--dynamo_backend", help=argparse.SUPPRESS)
     _add(parser, "--rdzv_backend", "--main_training_function", "--gpu_ids", dest="_unused", help=argparse.SUPPRESS)
@@ -257,21 +264,41 @@ def _first(words: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def _whole(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 
 def _port(text: str) -> int:
-    if not text.isdigit() or not 0 <= int(text) <= 65535:
+    if not text.isdecimal() or not 0 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
     return int(text)
+
+
+def _number(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if math.isfinite(number := float(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+
+
+def _seconds(text: str) -> float:
+    if (seconds := _number(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _shell_words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be cut into words: {str(error).lower()}") from None
 
 
 def _pair(text: str) -> tuple[str, str]:

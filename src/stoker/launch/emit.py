@@ -42,11 +42,20 @@ def _words(options: Options, config: Config) -> list[str]:
         ("--backend", options.backend),
         ("--log_dir", options.log_dir),
         ("--memory_allocator", options.allocator if options.allocator != "default" else None),
+        ("--bind", options.bind if options.bind != "auto" else None),
+        ("--ncores_per_instance", options.cores_per_process),
+        ("--nodes_list", ",".join(map(str, options.nodes)) if options.nodes is not None else None),
+        (
+            "--dynamo_backend",
+            options.dynamo_backend or (config.dynamo_backend if config.dynamo_backend != "no" else None),
+        ),
     ):
         words += [flag, str(value)] if value is not None else []
     if options.ipex is False or (options.ipex is None and not config.ipex):
         words.append("--no-ipex")
     words += ["--no-compat"] * (not options.compat) + ["--use-logical-cores"] * options.logical
+    words += ["--use-e-cores"] * options.efficiency + ["--oversubscribe"] * options.oversubscribe
+    words += ["--no-prefix"] * (not options.prefix)
     for name, value in options.genv:
         words += ["-genv", f"{name}={value}"]
     return words
@@ -92,20 +101,26 @@ def _slurm(options: Options, config: Config, machines: int, total: int, local: i
     return "\n".join(lines) + "\n"
 
 
+def _unexpanded(word: str) -> str:
+    """Kubernetes would put a variable in place of $(NAME) in a person's own words; $$ is its escape."""
+    return word.replace("$", "$$") if "$(" in word or "$$" in word else word
+
+
 def _kubernetes(options: Options, config: Config, machines: int, total: int, local: int) -> str:
     image = options.emit_options.get("image")
     if not image:
         raise UserError(
             "--emit kubernetes needs --emit_image, a container image with your script, torch and stoker in it"
         )
+    if not re.fullmatch(r"[\w][\w./:@-]*", image, re.ASCII):
+        raise UserError(f"--emit_image {image!r} is not the name of an image, such as registry/name:tag")
     name = _name(options)
     port = options.main_process_port or config.main_process_port or _PORT
-    words = ["stoker", "launch", "--num_processes", str(total), *_words(options, config)]
+    words = ["stoker", "launch", "--num_processes", str(total), *map(_unexpanded, _words(options, config))]
     if machines > 1:
         words += ["--num_machines", str(machines), "--machine_rank", "$(JOB_COMPLETION_INDEX)"]
         words += ["--main_process_ip", f"{name}-0.{name}", "--main_process_port", str(port)]
-    # Kubernetes would put a variable in place of $(NAME) in the script's own words; $$ is its escape.
-    words += [word.replace("$", "$$") if "$(" in word or "$$" in word else word for word in _script(options)]
+    words += map(_unexpanded, _script(options))
     container: dict[str, Any] = {
         "name": "stoker",
         "image": image,

@@ -84,7 +84,12 @@ def _slurm(environment: Mapping[str, str]) -> Rank | None:
     if environment.get("SLURM_STEP_ID", "") in {"4294967290", "4294967291", "4294967292"}:  # interactive, batch, extern
         return None
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")
-    local = _expand_counts(per_node)[int(environment.get("SLURM_NODEID", "0"))]
+    counts, node = _expand_counts(per_node), environment.get("SLURM_NODEID", "0")
+    if not node.isdecimal() or int(node) >= len(counts):
+        raise UserError(
+            f"Slurm says this is node {node!r} of {len(counts)}; these variables are left over from something else, unset them"
+        )
+    local = counts[int(node)]
     found = dict(environment, _LOCAL_SIZE=str(local))
     return _read(found, "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "_LOCAL_SIZE", "names")
 
