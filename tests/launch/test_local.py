@@ -39,6 +39,51 @@ def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "package ['x']\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["-m", "no_such_module"], "there is no module 'no_such_module' to run"),
+        (["-m", "no_such_package.main"], "there is no module 'no_such_package.main' to run"),
+        (["-m", "json"], "there is no module 'json' to run"),
+        (["--log-dir", __file__, RANK], f"--log-dir {__file__}"),
+    ],
+)
+def test_what_cannot_be_run_is_one_sentence(words: list[str], says: str) -> None:
+    done = launch("--no-compat", *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"stoker: {says}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_import_that_fails_in_a_module_is_its_own_traceback(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("import no_such_module\n")
+    done = launch("--no-compat", "-m", "bad", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "line 1, in <module>" in done.stderr
+
+
+def test_a_script_that_cannot_be_compiled_is_told_as_python_would(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def f(:\n")
+    done = launch("--no-compat", str(tmp_path / "bad.py"))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f'  File "{tmp_path}/bad.py", line 1')
+    assert done.stderr.endswith("SyntaxError: invalid syntax\n")
+
+
+@TWO
+def test_standard_input_belongs_to_rank_0(tmp_path: Path) -> None:
+    script = tmp_path / "read.py"
+    script.write_text(
+        "import sys, time\nif __import__('os').environ['RANK'] == '0': time.sleep(1)\nprint(sys.stdin.read())\n"
+    )
+    words = [*STOKER, "launch", "-n", "2", "--no-compat", str(script)]
+    done = subprocess.run(
+        words, env=environment(), input="for rank 0", capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "[0] for rank 0" in done.stdout
+    assert "[1] for rank 0" not in done.stdout
+
+
 @pytest.mark.parametrize(("what", "code"), [("exit", 7), ("raise", 1)])
 def test_one_process_ends_as_python_would(what: str, code: int) -> None:
     done = launch("--no-compat", RANK, what)

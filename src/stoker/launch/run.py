@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import runpy
@@ -58,6 +59,8 @@ def _prepare(settings: Settings, rank: Rank | None) -> int:
     if rank is not None and rank.size > 1:
         die_with_parent()
     _join(settings, rank)
+    if rank is not None and rank.rank > 0:
+        _leave_input_to_rank_0()
     screen = _attach_output(settings, rank)
     _take_place(settings, rank)
     os.environ.update(settings.accelerate_variables())
@@ -68,6 +71,13 @@ def _prepare(settings: Settings, rank: Rank | None) -> int:
 
         install(optimise=settings.ipex is not False, backend=settings.backend, first=rank is None or rank.rank == 0)
     return screen
+
+
+def _leave_input_to_rank_0() -> None:
+    """Ranks of one machine share its standard input; without this, any of them might take what rank 0 asks for."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -99,13 +109,18 @@ def _attach_output(settings: Settings, rank: Rank | None) -> int:
     if log is None and not (several and settings.prefix):
         return 2
     report = Path(settings.report) if settings.report and settings.report != "stderr" else None
-    return output.attach(
-        f"[{number}] " if several and settings.prefix else "",
-        log,
-        progress=number == 0,
-        fresh=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0",
-        busy=report / f"speaking.{number}" if report else None,
-    )
+    try:
+        return output.attach(
+            f"[{number}] " if several and settings.prefix else "",
+            log,
+            progress=number == 0,
+            fresh=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0",
+            busy=report / f"speaking.{number}" if report else None,
+        )
+    except OSError as error:
+        if log is None or error.filename is None:
+            raise
+        raise UserError(f"--log-dir {settings.log_dir}: {log} cannot be written: {error.strerror}") from None
 
 
 def _take_place(settings: Settings, rank: Rank | None) -> None:
@@ -151,22 +166,45 @@ def _run(settings: Settings, rank: Rank | None, script: str, rest: list[str], sc
     except UserError as error:  # of the compatibility layer, or of Stoker used by the script
         print(f"stoker: {error}", file=sys.stderr)
         _end(settings, rank, 2, f"stoker: {error}\n", screen)
+    except ImportError as error:
+        if settings.module and _raised_above(error):  # python -m has one line for it, too
+            text = f"there is no module {script!r} to run: {error}"
+            print(f"stoker: {text}", file=sys.stderr)
+            _end(settings, rank, 2, f"stoker: {text}\n", screen)
+        _fail(settings, rank, error, rest, screen)
     except BaseException as error:
-        text = _traceback(error) + "".join(f"stoker: {line}\n" for line in hints.hints(error, rest))
-        sys.stderr.write(text)
-        _end(settings, rank, 1, text, screen)
+        _fail(settings, rank, error, rest, screen)
     _end(settings, rank, 0, None, screen)
 
 
+def _fail(settings: Settings, rank: Rank | None, error: BaseException, rest: list[str], screen: int) -> NoReturn:
+    text = _traceback(error) + "".join(f"stoker: {line}\n" for line in hints.hints(error, rest))
+    sys.stderr.write(text)
+    _end(settings, rank, 1, text, screen)
+
+
 def _traceback(error: BaseException) -> str:
-    """Python's own, without the frames above the script."""
+    """Python's own, without the frames above the script. A script that cannot be compiled has no frame at all."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename in _ABOVE:
         frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame or error.__traceback__))
+    return "".join(traceback.format_exception(type(error), error, frame))
+
+
+def _raised_above(error: BaseException | None) -> bool:
+    """Whether an error, and what led to it, comes from looking for the script rather than from a line of it."""
+    while error is not None:
+        frame = error.__traceback__
+        while frame is not None:
+            if frame.tb_frame.f_code.co_filename not in _ABOVE | _IMPORTING:
+                return False
+            frame = frame.tb_next
+        error = error.__cause__ or error.__context__
+    return True
 
 
 _ABOVE = {__file__, "<frozen runpy>", runpy.__file__}
+_IMPORTING = {"<frozen importlib.util>", "<frozen importlib._bootstrap>", importlib.util.__file__}
 
 
 def _end(settings: Settings, rank: Rank | None, code: int, text: str | None, screen: int) -> NoReturn:
