@@ -100,7 +100,9 @@ void Group::allreduce(void* data, std::int64_t count, int type, int op, int root
     }
     taken(piece);
   };
+  const bool trying = trial_.due(pieces);
   for (std::int64_t k = 0; k < pieces + 2; ++k) {
+    if (trying && k <= Trial::kBlock * Trial::kBlocks) streaming_ = trial_.streaming(k);
     if (k < pieces) copy_in(k);
     if (k >= 1 && k - 1 < pieces) reduce_share(k - 1);
     if (k >= 2) copy_out(k - 2);

@@ -116,29 +116,24 @@ void Group::publish(Counter& counter, std::uint32_t value) {
   if (counter.sleepers.load(std::memory_order_seq_cst)) futex(&counter.value, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
+bool Trial::streaming(std::int64_t k) {
+  const std::int64_t block = k / kBlock, at = k % kBlock;
+  if (k == 0) best_[0] = best_[1] = 1e9;
+  if (at == kSettling) start_ = Clock::now();
+  if (at == 0 && block > 0 && block <= kBlocks) {
+    double& best = best_[(block - 1) & 1];
+    best = std::min(best, std::chrono::duration<double>(Clock::now() - start_).count());
+  }
+  return block < kBlocks ? block & 1 : best_[1] < best_[0];
+}
+
 void Group::put(void* to, const void* from, std::int64_t bytes) {
-  constexpr std::int64_t kSmall = 4 << 10, kTellsSomething = 32 << 10;
+  constexpr std::int64_t kSmall = 4 << 10;
   if (bytes <= 0 || to == from) return;
-  const bool trying = bytes >= kTellsSomething && trial_.done < 2 * Trial::kEach;
-  const bool streaming = trying ? trial_.done & 1 : trial_.streaming && bytes >= kSmall;
-  const auto start = trying ? Clock::now() : Clock::time_point();
-  if (streaming)
+  if (streaming_ && bytes >= kSmall)
     stream(to, from, bytes);
   else
     std::memcpy(to, from, static_cast<std::size_t>(bytes));
-  if (trying) {
-    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    if (trial_.done >= 0) trial_.seconds_per_byte[trial_.done & 1][trial_.done / 2] = seconds / static_cast<double>(bytes);
-    if (++trial_.done == 2 * Trial::kEach) {
-      const auto median = [](double* values) {
-        std::nth_element(values, values + Trial::kEach / 2, values + Trial::kEach);
-        return values[Trial::kEach / 2];
-      };
-      trial_.streaming = median(trial_.seconds_per_byte[1]) < median(trial_.seconds_per_byte[0]);
-    }
-  } else if (trial_.done >= 2 * Trial::kEach && ++trial_.done > Trial::kUntilNext) {
-    trial_.done = -Trial::kFirst;
-  }
 }
 
 void Group::claim(std::uint32_t piece) {

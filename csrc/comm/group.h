@@ -16,12 +16,27 @@ namespace stoker::comm {
 
 enum Kind : int { kAllreduce, kReduce, kReduceScatter, kAllgather, kBroadcast, kGather, kScatter, kAlltoall, kBarrier };
 
-// Which kind of store is faster on the way to the other ranks: both are timed in turns on real pieces, now and then anew.
-struct Trial {
-  static constexpr int kEach = 8, kFirst = 8, kUntilNext = 1 << 15;
-  double seconds_per_byte[2][kEach];
-  int done = -kFirst;  // the slots' first round is not typical: nobody has read them yet
-  bool streaming = false;
+// Which kind of store is faster on the way to the other ranks, in the middle of a long operation: some pieces go with plain
+// stores, some past the cache, in turns, and whichever took less time carries the rest. The whole rhythm is timed and not the
+// store alone, for what a store saves the reader may pay.
+class Trial {
+ public:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::int64_t kBlock = 8, kSettling = 3, kBlocks = 6, kLeast = 96, kUntilNext = 512;
+
+  bool due(std::int64_t pieces) {
+    since_ += pieces;
+    if (pieces < kLeast || since_ < kUntilNext) return false;
+    since_ = 0;
+    return true;
+  }
+  // Before piece k of the operation on trial; true if pieces go past the cache from here on.
+  bool streaming(std::int64_t k);
+
+ private:
+  std::int64_t since_ = kUntilNext;
+  double best_[2] = {};
+  Clock::time_point start_;
 };
 
 class Group {
@@ -84,6 +99,7 @@ class Group {
   std::vector<double> waited_for_;
   double waited_ = 0.0;
   Trial trial_;
+  bool streaming_ = false;
   int spin_;
   bool spin_useful_;
   Clock::duration timeout_;
