@@ -280,6 +280,9 @@ def test_the_dispatcher_accepts_the_operator():
         ({"bias": torch.zeros(2, 5, 5)}, "at least 6"),
         ({"dropout_p": 1.5}, "p is 1.5"),
         ({"rotary": (torch.zeros(5, 2), torch.zeros(5, 2))}, "cos has shape"),
+        ({"rotary": (torch.zeros(6, 2), None)}, "one of the two is None"),
+        ({"rotary": (torch.zeros(6, 2), torch.zeros(6, 2, device="meta"))}, "sin is on meta"),
+        ({"rotary": (torch.zeros(6, 2, requires_grad=True), torch.zeros(6, 2))}, "asks for a gradient"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

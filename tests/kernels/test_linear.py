@@ -162,6 +162,10 @@ def test_wrong_arguments_are_named():
         linear(torch.zeros(3, 4, dtype=torch.float64), torch.zeros(5, 4))
     with pytest.raises(ValueError, match="2 weights but 1 biases"):
         linear_packed(torch.zeros(3, 4), [torch.zeros(5, 4)] * 2, [torch.zeros(5)])
+    with pytest.raises(ValueError, match="one of the biases is None"):
+        linear_packed(torch.zeros(3, 4), [torch.zeros(5, 4)] * 2, [torch.zeros(5), None])
+    with pytest.raises(ValueError, match="bias is on meta"):
+        linear(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(5, device="meta"))
     with pytest.raises(ValueError, match="engine is 'mkl'; choose one of auto"):
         linear(torch.zeros(3, 4), torch.zeros(5, 4), engine="mkl")
 

@@ -50,7 +50,7 @@ def attention(
     """
     check_device("attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens, bias=bias)
     left, right = _window(causal, window)
-    cosine, sine = rotary if rotary is not None else (None, None)
+    cosine, sine = _rotary(rotary)
     size = q.shape[-1] if q.dim() else 1
     result: Tensor = _attention(
         q, k, v, cu_seqlens, bias, cosine, sine, _key(dropout_p), left, right, _scale(scale, size), dropout_p
@@ -84,7 +84,7 @@ def attention_packed(
             f"with heads={heads}, kv_heads={kv_heads}"
         )
     left, right = _window(causal, window)
-    cosine, sine = rotary if rotary is not None else (None, None)
+    cosine, sine = _rotary(rotary)
     size = qkv.shape[1] // (heads + 2 * kv_heads)
     result: Tensor = _attention_packed(
         qkv,
@@ -101,6 +101,14 @@ def attention_packed(
         dropout_p,
     )[0]
     return result
+
+
+def _rotary(rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
+    cosine, sine = rotary if rotary is not None else (None, None)
+    check_device("attention", cos=cosine, sin=sine)
+    if torch.is_grad_enabled() and any(table is not None and table.requires_grad for table in (cosine, sine)):
+        raise ValueError("attention: rotary asks for a gradient, which is not computed; detach cos and sin")
+    return cosine, sine
 
 
 def _key(p: float) -> Tensor | None:
@@ -184,6 +192,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> list[int]:
             raise ValueError(
                 f"attention: bias has shape {tuple(options.bias.shape)}; it must be (heads, n, n) with n at least {longest}"
             )
+    if (options.cosine is None) != (options.sine is None):
+        raise ValueError("attention: rotary is (cos, sin); one of the two is None")
     for name, table in (("cos", options.cosine), ("sin", options.sine)):
         if table is not None:
             if size % 2:

@@ -54,6 +54,7 @@ def embedding_layer_norm_dropout(
     operator = "embedding_layer_norm_dropout"
     check_probability(operator, p)
     check_device(operator, ids=ids, positions=positions, types=types, word=word, position=position, type=type)
+    check_device(operator, weight=weight, bias=bias)
     for name, chosen, table in (("position", positions, position), ("type", types, type)):
         if (chosen is None) != (table is None):
             raise ValueError(f"{operator}: {name}s and {name} go together; only one of the two was given")

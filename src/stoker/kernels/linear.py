@@ -32,8 +32,13 @@ def linear_packed(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None, *, engine: str | None = None
 ) -> Tensor:
     """The results of `linear` with each of `weights`, side by side in the last dimension."""
+    if biases and any(bias is None for bias in biases):
+        raise ValueError("linear: one of the biases is None; give one for each weight or none")
+    check_device("linear", x=x)
     for weight in weights:
-        check_device("linear", x=x, weight=weight)
+        check_device("linear", weight=weight)
+    for bias in biases or ():
+        check_device("linear", bias=bias)
     if not x.dim():
         raise ValueError("linear: x has no dimension; it must be (..., features)")
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() != 2 else x
