@@ -14,6 +14,7 @@ from transformers import HfArgumentParser
 
 from stoker.hf import arguments as module
 from stoker.hf.arguments import TrainingArguments
+from stoker.hf.backend import choose
 from stoker.hf.retired import RETIRED, retired
 
 
@@ -78,6 +79,19 @@ def test_each_understood_word_is_answered_by_one_line_once(caplog: pytest.LogCap
 
 def test_a_backend_for_one_process_does_no_harm() -> None:
     assert TrainingArguments("o", ddp_backend="gloo").world_size == 1
+
+
+def test_a_warmup_ratio_is_a_share_of_the_steps_even_at_its_ends() -> None:
+    assert TrainingArguments("o", warmup_ratio=1.0).get_warmup_steps(100) == 100
+    assert TrainingArguments("o", warmup_ratio=0.0).get_warmup_steps(100) == 0
+    with pytest.raises(ValueError, match="0 to 1"):
+        TrainingArguments("o", warmup_ratio=2.0)
+
+
+def test_a_backend_that_is_not_for_cpus_is_answered_like_everywhere_else(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="stoker"):
+        assert TrainingArguments("o", ddp_backend="nccl").ddp_backend == "gloo"
+    assert choose("nccl").note in [record.message for record in caplog.records]
 
 
 def test_the_table_names_no_word_that_is_in_use_today() -> None:

@@ -5,6 +5,7 @@ A bf16 run or a run without a GPU uses the CPU without being told; `ddp_timeout`
 
 import dataclasses
 import logging
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from stoker.comm.compression import COMPRESSIONS
+from stoker.hf.backend import choose
 from stoker.hf.retired import RETIRED, Retired
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
@@ -106,8 +108,11 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
                 setattr(self, row.renamed, value)
         elif row.name == "group_by_length" and value:
             self.train_sampling_strategy = "group_by_length"
-        elif row.name == "warmup_ratio" and value and not getattr(self, "warmup_steps", 0):
-            self.warmup_steps = value
+        elif row.name == "warmup_ratio":
+            if not 0 <= value <= 1:
+                raise ValueError(f"warmup_ratio is {value}; it must be a share of the steps, 0 to 1")
+            if value and not getattr(self, "warmup_steps", 0):
+                self.warmup_steps = min(value, math.nextafter(1.0, 0.0))  # 1 would be one step, not all of them
         elif row.name == "logging_dir":
             os.environ["TENSORBOARD_LOGGING_DIR"] = os.path.expanduser(value)
         elif row.name == "use_ipex" and not value:
@@ -134,10 +139,11 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
             )
 
     def _choose_backend(self, said: list[str]) -> str | None:
-        if self.ddp_backend == "ccl" and not torch.distributed.is_backend_available("ccl"):
-            said.append("ddp_backend=ccl: no ccl backend is installed here, gloo is used")
-            return "gloo"
-        return self.ddp_backend
+        if self.ddp_backend is None or not self.use_cpu:  # left to transformers
+            return self.ddp_backend
+        choice = choose(self.ddp_backend)
+        said.append(choice.note or "")
+        return choice.name
 
     def _join(self, backend: str | None) -> None:
         """Joins the processes before transformers does, which on CPUs would forget `ddp_timeout`."""
