@@ -30,6 +30,9 @@ class RetiredImports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name not in _CONTENTS:
+            root = sys.modules.get(name.partition(".")[0])
+            if "." in name and getattr(getattr(root, "__spec__", None), "loader", None) is self:
+                raise ModuleNotFoundError(_gone(name), name=name)
             return None
         return importlib.machinery.ModuleSpec(name, self, origin="stoker.hf.imports", is_package=True)
 
@@ -96,16 +99,21 @@ def _ccl(module: ModuleType, say: Say) -> None:
     say(f"import {module.__name__}: it is discontinued; {note or 'the backend ccl is Stoker’s own'}")
 
 
+def _gone(name: str) -> str:
+    package = "Intel Extension for PyTorch" if name.startswith("intel") else "the oneCCL bindings for PyTorch"
+    return (
+        f"{name} is gone with {package}; Stoker has `optimize`, the backend ccl and `stoker launch` of them, "
+        "see docs/coming-from-ipex.md"
+    )
+
+
 def _missing(package: str) -> Callable[[str], Any]:
     def missing(name: str) -> Any:
         if name == "launch":
             _ipex_launch(ModuleType(name), lambda line: None)
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"{package}.{name} is gone with Intel Extension for PyTorch; Stoker has `optimize` and `stoker launch` of it, "
-            "see docs/coming-from-ipex.md"
-        )
+        raise AttributeError(_gone(f"{package}.{name}"))
 
     return missing
 
