@@ -163,6 +163,18 @@ def test_what_cannot_be_planned_is_said_before_anything_starts(words: list[str],
         plan(parse(words), Config(), recorded("genoa"))
 
 
+def test_what_cannot_fit_at_all_is_not_answered_by_a_number_of_processes(recorded: Recorded) -> None:
+    with pytest.raises(UserError, match=r"1 process of 500 threads needs 500 .* Ask for fewer threads, or allow"):
+        plan(parse(["--ncores-per-instance", "500", "s.py"]), Config(), recorded("genoa"))
+
+
+def test_more_machines_than_the_hostfile_names_are_refused(recorded: Recorded, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1\n")
+    words = ["--nnodes", "2", "--hostfile", str(tmp_path / "hosts"), "--nprocs-per-node", "2", "s.py"]
+    with pytest.raises(UserError, match=r"--num_machines 2: .* names 1"):
+        plan(parse(words), Config(), recorded("genoa"))
+
+
 def test_dry_run_shows_every_rank_and_the_very_command(recorded: Recorded) -> None:
     options = parse(["-n", "4", "--mixed_precision", "bf16", "-genv", "A=b c", "s.py", "x y", "$(z)"])
     text = show(plan(options, Config(), recorded("sapphire_rapids_4")), options, {})

@@ -100,10 +100,11 @@ def _refuse_oversubscription(
     kind = "logical CPUs" if logical else "physical cores"
     quota = f", of which the container's quota allows {machine.quota:g}" if machine.quota is not None else ""
     places = sum(len(core.cpus) for core in cores) if logical else len(cores)
+    fitting = budget // wanted
+    fewer = f"at most {fitting} process{'es' * (fitting > 1)}, fewer threads" if fitting else "fewer threads"
     raise UserError(
-        f"{processes} processes of {wanted} thread{'s' * (wanted > 1)} need {processes * wanted} {kind}; this machine has "
-        f"{places} for them{quota}. Ask for at most {max(budget // wanted, 1)} processes, fewer threads, or allow sharing "
-        "with --oversubscribe"
+        f"{processes} process{'es' * (processes > 1)} of {wanted} thread{'s' * (wanted > 1)} "
+        f"need{'s' * (processes == 1)} {processes * wanted} {kind}; this machine has {places} for them{quota}. Ask for {fewer}, or allow sharing with --oversubscribe"
     )
 
 

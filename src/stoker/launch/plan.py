@@ -154,6 +154,12 @@ def _by_mpirun(
     if launcher == "torchrun":
         raise UserError("--launcher torchrun takes no hostfile: start `stoker launch --machine_rank N` on each machine")
     named = hostfile.read(path)
+    if options.machines is not None:
+        if options.machines > len(named):
+            raise UserError(
+                f"--num_machines {options.machines}: hostfile {path} names {len(named)}; add the others to it"
+            )
+        named = named[: options.machines]
     per_host = options.per_machine
     if options.processes is None and per_host is None and config.several and config.num_processes > 0:
         total: int | None = config.num_processes
