@@ -104,7 +104,8 @@ def _refuse_oversubscription(
     fewer = f"at most {fitting} process{'es' * (fitting > 1)}, fewer threads" if fitting else "fewer threads"
     raise UserError(
         f"{processes} process{'es' * (processes > 1)} of {wanted} thread{'s' * (wanted > 1)} "
-        f"need{'s' * (processes == 1)} {processes * wanted} {kind}; this machine has {places} for them{quota}. Ask for {fewer}, or allow sharing with --oversubscribe"
+        f"need{'s' * (processes == 1)} {processes * wanted} {kind}; this machine has {places} for them{quota}. "
+        f"Ask for {fewer}, or allow sharing with --oversubscribe"
     )
 
 
