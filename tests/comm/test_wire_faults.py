@@ -25,15 +25,21 @@ def rig() -> Iterator[Rig]:
         yield made
 
 
-@pytest.fixture(params=["shm", "oneccl"])
-def start(request: pytest.FixtureRequest, rig: Rig, tmp_path: Path) -> Start:
-    extra = {} if request.param == "shm" else oneccl_environment()
+@pytest.fixture
+def engine() -> str:
+    """What breaks slowly is tried over one wire only: oneCCL's, the younger one. Both take the same way through the engine."""
+    return "oneccl"
+
+
+@pytest.fixture
+def start(engine: str, rig: Rig, tmp_path: Path) -> Start:
+    extra = {} if engine == "shm" else oneccl_environment()
     if extra is None:
         pytest.skip("oneCCL is not there: make mpis")
 
     def begin(timeout: float, count: int = 400_000) -> list[subprocess.Popen[str]]:
         base = {"MASTER_ADDR": rig.address("alpha"), "MASTER_PORT": "29531", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
-        base |= {"STOKER_CCL_ENGINE": request.param, **extra}
+        base |= {"STOKER_CCL_ENGINE": engine, **extra}
         words = [sys.executable, PROGRAM, str(timeout), str(count), str(tmp_path / "stop")]
         ranks = [rig.start(rig.hosts[rank // 2], words, env={**base, "RANK": str(rank)}) for rank in range(4)]
         for one in ranks:
@@ -58,6 +64,7 @@ def assert_failed(texts: list[str], within: float) -> None:
     assert any(re.search(r"the way to another host failed \(to rank [02]\)|has died", text) for text in texts), texts
 
 
+@pytest.mark.parametrize("engine", ["shm", "oneccl"])
 def test_a_killed_leader_fails_all_ranks_of_all_hosts(start: Start, rig: Rig) -> None:
     ranks = start(timeout=8)
     ranks[2].kill()
@@ -72,6 +79,7 @@ def test_a_host_that_loses_power_fails_the_others(start: Start, rig: Rig) -> Non
     outcomes(ranks[2:])
 
 
+@pytest.mark.parametrize("engine", ["shm", "oneccl"])
 def test_a_cable_pulled_for_good_fails_both_sides(start: Start, rig: Rig) -> None:
     ranks = start(timeout=5)
     rig.cut("beta")
