@@ -41,6 +41,8 @@ class Lifelines:
         alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
         path = environment.get("PYTHONPATH")
         program = [*(["env", f"PYTHONPATH={path}"] if path else []), sys.executable, "-m", "stoker.launch.guard", job]
+        # The shell says that the line stands before Python has started: a host may die in that second too.
+        program = ["sh", "-c", 'echo here; exec "$@"', "sh", *program]
         for host in hosts:
             if network.is_local(host):
                 continue
@@ -90,10 +92,8 @@ class Lifelines:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The far end: says that it is there, listens for beats, then clears up."""
+    """The far end: listens for beats, then clears up."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the line breaking is what it waits for
-    with contextlib.suppress(OSError):
-        os.write(1, b"here\n")
     last = time.monotonic()
     while time.monotonic() - last < _SILENCE:
         if select.select([0], [], [], 1.0)[0]:
