@@ -38,6 +38,8 @@ format: install ## let ruff put the code in order
 bench: install ## every benchmark behind a figure in the README, on a quiet machine
 	@$(BIN)/python benchmarks/kernels.py
 	@$(BIN)/python benchmarks/train_step.py --out build/bench
+	@$(BIN)/python benchmarks/launch.py
+	@$(BIN)/python benchmarks/collectives.py
 
 sanitize: install ## the C++ under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(BIN)/python tests/kernels/sanitize.py

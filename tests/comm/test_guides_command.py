@@ -24,14 +24,14 @@ def test_mpirun_with_ccl_ipex_and_bf16_trains_on_two_hosts(tmp_path: Path) -> No
     with Rig(2) as rig:
         words = [
             "mpirun",
-            "-f",
-            rig.hostfile(),
             "-n",
             "4",
             "-ppn",
             "2",
             "-genv",
             "OMP_NUM_THREADS=1",
+            "-f",
+            rig.hostfile(),
             *STOKER,
             "launch",
         ]

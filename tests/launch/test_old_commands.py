@@ -115,14 +115,14 @@ def test_mpirun_with_a_hostfile_trains_on_two_hosts(rig: Rig) -> None:
     env = environment({**mpi_environment("impi"), **OFFLINE})
     words = [
         "mpirun",
-        "-f",
-        rig.hostfile(),
         "-n",
         "4",
         "-ppn",
         "2",
         "-genv",
         "OMP_NUM_THREADS=1",
+        "-f",
+        rig.hostfile(),
         *STOKER,
         "launch",
         NLP,

@@ -250,15 +250,20 @@ def speed_plot(run: Run) -> str | None:
             axis.annotate(
                 f"{middles[name]:.2f} s", (max(values), row), xytext=(7, 0), textcoords="offset points", va="center"
             )
-        axis.set_yticks(range(len(sides)), list(sides))
-        axis.invert_yaxis()
+        _name_bars(axis, list(sides), "Seconds per training step")
         axis.set_xlim(0, 1.22 * max(max(values) for values in sides.values()))
-        axis.set_xticks([])
-        axis.grid(False)
-        axis.spines["bottom"].set_visible(False)
-        axis.set_title("Seconds per training step", loc="left", fontsize=11, color=_MUTED, pad=8)
         told = ", ".join(f"{name} {middles[name]:.2f} s" for name in sides)
         return _svg(figure, f"Seconds per step, medians: {told}")
+
+
+def _name_bars(axis: Axes, names: list[str], title: str) -> None:
+    """Horizontal bars, the first on top, that carry their figures themselves and need no scale."""
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xticks([])
+    axis.grid(False)
+    axis.spines["bottom"].set_visible(False)
+    axis.set_title(title, loc="left", fontsize=11, color=_MUTED, pad=8)
 
 
 def waits_of(run: Run) -> tuple[list[list[float]], list[int]]:
@@ -286,12 +291,7 @@ def waits_plot(run: Run) -> str | None:
             mean = 1000 * sum(float(one[2 + rank]) for one in rows) / len(rows)
             axis.annotate(f"{share:.0f}%, itself waited {mean:.0f} ms", (share, row), xytext=(5, 0),
                           textcoords="offset points", va="center", annotation_clip=False)  # fmt: skip
-        axis.set_yticks(range(len(shown)), [f"rank {rank}" for rank in shown])
-        axis.invert_yaxis()
+        _name_bars(axis, [f"rank {rank}" for rank in shown], "Steps in which the others waited for it")
         axis.set_xlim(0, 220)
-        axis.set_xticks([])
-        axis.grid(False)
-        axis.spines["bottom"].set_visible(False)
-        axis.set_title("Steps in which the others waited for it", loc="left", fontsize=11, color=_MUTED, pad=8)
         told = ", ".join(f"rank {rank} in {blamed[rank]} of {len(rows)} steps" for rank in shown)
         return _svg(figure, f"Who was waited for: {told}")
