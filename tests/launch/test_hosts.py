@@ -255,6 +255,41 @@ def test_a_machine_that_dies_ends_the_others() -> None:
         assert not rig.leftovers()
 
 
+def test_with_a_range_of_machines_the_others_go_on_without_one_and_take_it_back(tmp_path: Path) -> None:
+    """Each round of ranks reports who takes part in it; the last one ends by itself, once the test says so."""
+    end = tmp_path / "end"
+    with Rig(2) as rig:
+        words = [*STOKER, *LIGHT, "--nnodes", "1:2", "-ppn", "1", "--rdzv_endpoint", f"{rig.address('alpha')}:29500"]
+
+        def begin(host: str) -> subprocess.Popen[str]:
+            env = environment({"STOKER_LAUNCH_SILENCE": "3"})
+            return rig.start(host, [*words, RANK, f"until={end}"], env=env)
+
+        def next_round(process: subprocess.Popen[str]) -> tuple[str, str]:
+            assert process.stdout is not None
+            while "REPORT" not in (line := process.stdout.readline()):
+                assert line, process.stderr.read() if process.stderr else ""
+            report = next(iter(reports(line).values()))
+            return report["RANK"], report["WORLD_SIZE"]
+
+        alpha, beta = begin("alpha"), begin("beta")
+        assert [next_round(alpha), next_round(beta)] == [("0", "2"), ("1", "2")]
+        beta.kill()  # its ranks die with it; nobody tells alpha
+        assert next_round(alpha) == ("0", "1")
+        beta.communicate()
+        beta = begin("beta")
+        assert [next_round(alpha), next_round(beta)] == [("0", "2"), ("1", "2")]
+        end.touch()
+        errors = [process.communicate(timeout=30)[1] for process in (alpha, beta)]
+        assert [alpha.returncode, beta.returncode] == [0, 0], errors
+        told = [line for line in errors[0].splitlines() if "going on" in line]
+        assert told == [
+            "stoker: machine 2 (beta) is gone; going on with 1 of 2 machines",
+            "stoker: machine 3 (beta) has come; going on with 2 of 2 machines",
+        ]
+        assert not rig.leftovers()
+
+
 def test_the_rig_shapes_its_links() -> None:
     """The rig itself: a link of 100 Mbit/s carries no more, and a cut cable nothing."""
     receiver = (

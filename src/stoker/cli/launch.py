@@ -57,6 +57,8 @@ def _options(found: dict[str, Any], script: str, arguments: list[str], notes: li
                 f"-ppn {per_machine} and --ninstances {found['ninstances']} contradict each other; give one"
             )
         per_machine = found["ninstances"]
+    least, machines = found["num_machines"] or (None, None)
+    address, port = found["rdzv_endpoint"] or (None, None)
     nodes = parse_nodes(found["nodes_list"]) if found["nodes_list"] is not None else None
     emit = {key: found[f"emit_{key}"] for key in ("image", "time", "partition", "name") if found[f"emit_{key}"]}
     return Options(
@@ -72,10 +74,11 @@ def _options(found: dict[str, Any], script: str, arguments: list[str], notes: li
         backend=found["backend"],
         processes=processes,
         per_machine=per_machine,
-        machines=found["num_machines"],
+        machines=machines,
+        least_machines=least,
         machine_rank=found["machine_rank"],
-        main_process_ip=found["main_process_ip"],
-        main_process_port=found["main_process_port"],
+        main_process_ip=found["main_process_ip"] or address,
+        main_process_port=found["main_process_port"] if found["main_process_port"] is not None else port,
         hostfile=found["mpirun_hostfile"],
         launcher=found["launcher"],
         threads=found["num_cpu_threads_per_process"],
@@ -153,9 +156,7 @@ def build_parser() -> Parser:
     )
     _add(several, "--launcher", choices=LAUNCHERS, help="auto: mpirun with a hostfile, else torchrun's elastic agent")
     _add(several, "--backend", choices=("gloo", "ccl", "mpi"), help="what Accelerator() communicates with")
-    _add(
-        several, "--max_restarts", type=_whole, default=0, metavar="N", help="start all again after a failure, so often"
-    )
+    _add(several, "--max_restarts", type=_whole, metavar="N", help="start all again after a failure, so often")
     _add(several, "--gradient_compression", choices=COMPRESSIONS, help="how gradients travel; bf16 halves the bytes")
     _add(several, "--local_sgd", type=_whole, metavar="K", help="average weights every K steps, not gradients at each")
     _add(several, "--local_sgd_outer_lr", type=_number, metavar="X", help="of the averages (1.0; DiLoCo: 0.7)")
@@ -166,15 +167,21 @@ def build_parser() -> Parser:
     machines = parser.add_argument_group("for several machines")
     _add(machines, "-f", "-hostfile", "-machinefile", "--hostfile", "--mpirun_hostfile", dest="mpirun_hostfile",
          metavar="FILE", help="hosts for mpirun: one per line, optionally :N or slots=N")  # fmt: skip
-    _add(
-        machines, "--num_machines", "--nnodes", type=_count, dest="num_machines", metavar="N", help="without a hostfile"
-    )
+    _add(machines, "--num_machines", "--nnodes", type=_machines, dest="num_machines", metavar="N",
+         help="without a hostfile; 2:4 goes on with what is left, down to 2")  # fmt: skip
     _add(
         machines, "--machine_rank", "--node_rank", type=_whole, dest="machine_rank", metavar="N", help="0 is the first"
     )
     _add(machines, "--main_process_ip", "--master_addr", dest="main_process_ip", metavar="HOST", help="of machine 0")
     _add(machines, "--main_process_port", "--master_port", type=_port, dest="main_process_port", metavar="PORT",
          help="free on machine 0")  # fmt: skip
+    _add(
+        machines,
+        "--rdzv_endpoint",
+        type=_endpoint,
+        metavar="HOST[:PORT]",
+        help="the two above in one, as torchrun has it",
+    )
     _add(
         machines,
         "--rdzv_timeout",
@@ -222,7 +229,15 @@ def build_parser() -> Parser:
     _add(mpi, "--extra_mpi_params", type=_shell_words, default=(), metavar="WORDS", help="more words for mpirun")
 
     _add(parser, "--dynamo_backend", help=argparse.SUPPRESS)
-    _add(parser, "--rdzv_backend", "--main_training_function", "--gpu_ids", dest="_unused", help=argparse.SUPPRESS)
+    _add(
+        parser,
+        "--rdzv_backend",
+        "--rdzv_id",
+        "--main_training_function",
+        "--gpu_ids",
+        dest="_unused",
+        help=argparse.SUPPRESS,
+    )
     for name in _WITHOUT_EFFECT:
         _add(parser, f"--{name}", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -273,6 +288,23 @@ def _whole(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
+
+
+def _machines(text: str) -> tuple[int | None, int]:
+    """`4`, or the least and the most, `2:4`."""
+    least, colon, most = text.rpartition(":")
+    if not colon:
+        return None, _count(most)
+    if _count(least) > _count(most):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has the larger number first; write the least and the most, such as 1:2"
+        )
+    return (int(least), int(most)) if least != most else (None, int(most))
+
+
+def _endpoint(text: str) -> tuple[str, int | None]:
+    host, colon, port = text.rpartition(":")
+    return (host.strip("[]"), _port(port)) if colon and port.isdecimal() else (text.strip("[]"), None)
 
 
 def _port(text: str) -> int:

@@ -149,7 +149,7 @@ def _kubernetes(options: Options, config: Config, machines: int, total: int, loc
             "completions": machines,
             "parallelism": machines,
             "completionMode": "Indexed",
-            "backoffLimit": options.max_restarts,
+            "backoffLimit": options.max_restarts or 0,
             "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
         },
     }

@@ -28,9 +28,8 @@ class Failure:
 def parse(record: str) -> Failure | None:
     try:
         found: dict[str, Any] = json.loads(record)
-        return Failure(
-            int(found["rank"]), str(found["host"]), float(found["time"]), int(found["code"]), str(found["text"])
-        )
+        rank = None if found["rank"] is None else int(found["rank"])
+        return Failure(rank, str(found["host"]), float(found["time"]), int(found["code"]), str(found["text"]))
     except (ValueError, KeyError, TypeError):
         return None
 

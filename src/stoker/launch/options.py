@@ -24,6 +24,8 @@ class Options:
     processes: int | None = None
     per_machine: int | None = None
     machines: int | None = None
+    least_machines: int | None = None
+    """`--nnodes 2:4`: 2, where `machines` is 4."""
     machine_rank: int | None = None
     main_process_ip: str | None = None
     main_process_port: int | None = None
@@ -38,7 +40,8 @@ class Options:
     oversubscribe: bool = False
     bind: str = "auto"
     allocator: str = "default"
-    max_restarts: int = 0
+    max_restarts: int | None = None
+    """None: 3 where the number of machines may change, else 0."""
     wait: float = 600.0
     log_dir: str | None = None
     prefix: bool = True

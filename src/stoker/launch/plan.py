@@ -38,7 +38,10 @@ class Plan:
     size: int
     counts: tuple[tuple[Host, int], ...] = ()
     machines: int = 1
+    least: int = 1
+    """Machines without which the job cannot go on; fewer than `machines` after `--nnodes 1:2`."""
     machine_rank: int = 0
+    """-1: not the first; which one, that will say."""
     address: str = "127.0.0.1"
     port: int | None = None
     mpirun: mpi.Mpirun | None = None
@@ -79,6 +82,11 @@ def make(options: Options, config: Config, machine: Machine, environment: Mappin
     launcher = options.launcher or config.launcher
     hosts_file = options.hostfile or (config.hostfile if launcher != "torchrun" else None)
     merged = {**environment, **dict(options.genv)}
+    if options.least_machines is not None and (hosts_file or launcher in ("slurm", "impi", "mpich", "openmpi")):
+        raise UserError(
+            f"--nnodes {options.least_machines}:{options.machines}: only torchrun's agent goes on without a machine; start "
+            "`stoker launch --launcher torchrun --nnodes ...` on each, or give one number"
+        )
     if launcher == "slurm":
         return _slurm(options, config, settings)
     if hosts_file:
@@ -138,12 +146,15 @@ def _by_hand(
             f"{machines} machines need --main_process_ip, the address of machine 0 (this machine's is {network.own_address()}), "
             "or a hostfile for mpirun (-f)"
         )
-    if not 0 <= rank < machines:
+    least = options.least_machines or machines
+    if least < machines and options.machine_rank is None and rank == 0 and not network.is_local(address):
+        rank = -1
+    elif not 0 <= rank < machines:
         raise UserError(f"--machine_rank {rank}: there are {machines} machines, numbered 0 to {machines - 1}")
-    ranks = _ranks(socket.gethostname(), rank * local, local, settings, machine, environment)
+    ranks = _ranks(socket.gethostname(), abs(rank) * local, local, settings, machine, environment)
     return Plan(
-        launcher="torchrun", settings=settings, ranks=ranks, size=total, machines=machines, machine_rank=rank,
-        address=address, port=29500 if port is None else port,
+        launcher="torchrun", settings=settings, ranks=ranks, size=total, machines=machines, least=least,
+        machine_rank=rank, address=address, port=29500 if port is None else port,
     )  # fmt: skip
 
 
@@ -292,4 +303,5 @@ def _name(plan: Plan) -> str:
 
 
 def _machines(plan: Plan) -> str:
-    return f"{plan.machines} machine{'s' * (plan.machines > 1)}"
+    least = f"{plan.least} to " if 1 <= plan.least < plan.machines and plan.launcher == "torchrun" else ""
+    return f"{least}{plan.machines} machine{'s' * (plan.machines > 1)}"

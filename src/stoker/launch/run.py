@@ -114,13 +114,23 @@ def _attach_output(settings: Settings, rank: Rank | None) -> int:
             f"[{number}] " if several and settings.prefix else "",
             log,
             progress=number == 0,
-            fresh=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0",
+            fresh=_is_first_round(report),
             busy=report / f"speaking.{number}" if report else None,
         )
     except OSError as error:
         if log is None or error.filename is None:
             raise
         raise UserError(f"--log-dir {settings.log_dir}: {log} cannot be written: {error.strerror}") from None
+
+
+def _is_first_round(report: Path | None) -> bool:
+    """Whether these ranks are the first of the launch. The agent's own count leaves out rounds in which machines came or went."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return False
+    try:
+        return report is None or (report / "round").read_text() == "1"
+    except OSError:
+        return True
 
 
 def _take_place(settings: Settings, rank: Rank | None) -> None:

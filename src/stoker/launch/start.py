@@ -12,6 +12,7 @@ from stoker.launch import config as configuration
 from stoker.launch import elastic, hosts, mpi, resume
 from stoker.launch import plan as planning
 from stoker.launch.environment import Rank, discover
+from stoker.launch.job import silence
 from stoker.launch.options import Options
 from stoker.machine import Machine
 
@@ -47,14 +48,17 @@ def start(options: Options) -> int:
         return _slurm(plan, options)
     if plan.mpirun is not None:
         return _mpirun(plan, options)
+    restarts = options.max_restarts if options.max_restarts is not None else 3 if plan.least < plan.machines else 0
     job = elastic.Job(
         local_size=len(plan.ranks),
         machines=plan.machines,
+        least=plan.least,
         machine_rank=plan.machine_rank,
         address=plan.address,
         port=plan.port,
-        max_restarts=options.max_restarts,
+        max_restarts=restarts,
         wait=options.wait,
+        silence=silence(),
     )
     return _then_tell(options, elastic.launch(job, plan.settings, options.script, options.arguments))
 

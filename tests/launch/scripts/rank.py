@@ -29,6 +29,9 @@ if what == "once" and mine and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "
     sys.exit(3)
 if what in ("raise", "exit", "kill", "hang"):
     time.sleep(60)
+if what.startswith("until="):
+    while not os.path.exists(what[6:]):
+        time.sleep(0.1)
 if what == "bar":
     for step in range(3):
         sys.stderr.write(f"\r{step}/3 of {os.environ.get('RANK')}")
