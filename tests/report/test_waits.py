@@ -36,3 +36,12 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
 def test_a_run_of_one_process_says_nothing_of_it(tmp_path: Path) -> None:
     RunLog(tmp_path).write("start", task="qa")
     assert "waited" not in write_report(tmp_path).read_text()
+
+
+def test_between_the_averages_of_local_sgd_nobody_is_to_blame(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.write("start", task="qa")
+    log.write(
+        "waits", step=4, seconds=0.5, rows=[[1, 0, 0.0, 0.0], [2, 0, 0.0, 0.0], [3, 0, 0.0, 0.0], [4, 1, 0.25, 0.0]]
+    )
+    assert "rank 0 in 0 of 1 steps, rank 1 in 1 of 1 steps" in write_report(tmp_path).read_text()

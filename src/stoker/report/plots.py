@@ -267,8 +267,11 @@ def _name_bars(axis: Axes, names: list[str], title: str) -> None:
 
 
 def waits_of(run: Run) -> tuple[list[list[float]], list[int]]:
-    """Seconds that each rank waited, by step, and how often each rank was the one waited for."""
-    rows = [row for entry in run.waits for row in entry.get("rows") or () if len(row) > 3]
+    """Seconds that each rank waited, by step, and how often each rank was the one waited for.
+
+    Steps in which nobody waited are left out: between the averages of local SGD ranks do not meet, and nobody is to blame.
+    """
+    rows = [row for entry in run.waits for row in entry.get("rows") or () if len(row) > 3 and any(row[2:])]
     ranks = max((len(row) - 2 for row in rows), default=0)
     rows = [row for row in rows if len(row) - 2 == ranks]  # after a change of the number of ranks, the larger job
     return rows, [sum(row[1] == rank for row in rows) for rank in range(ranks)]
