@@ -8,6 +8,8 @@ VENV   ?= .venv
 TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+# Two workers, because many tests wait; a test's threads then sleep while they wait instead of taking the other worker's core.
+WORKERS     ?= 2
 
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -24,7 +26,7 @@ demo: install ## teach a small model to read, measured against stock; five minut
 
 test: install ## lint, types and all tests
 	@$(MAKE) --no-print-directory lint
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: install ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -60,7 +60,21 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
 }
 
 
+# Tests of many processes share /dev/shm, ports and network names: with several workers they all go to the same one.
+TOGETHER = ("tests/comm/", "tests/launch/", "tests/hf/test_two_ranks.py")
+
+
+def _worker_group(path: str) -> str:
+    """Else a file stays on one worker, so that what its fixtures made is made once."""
+    return "processes" if path.startswith(TOGETHER) else path
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    groups = {id(item): _worker_group(item.nodeid.partition("::")[0]) for item in items}
+    items.sort(key=lambda item: groups[id(item)] != "processes")  # the longest group first
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[id(item)]))
     required = set(filter(None, os.environ.get("STOKER_REQUIRE", "").split(",")))
     for item in items:
         for need, (met, reason) in NEEDS.items():
