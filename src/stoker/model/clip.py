@@ -1,0 +1,74 @@
+"""Clipping by the norm of all gradients: one parallel pass for the norm, and one to scale if there is something to scale.
+
+torch goes from tensor to tensor, and reads and writes every gradient once more to multiply it, also by one. What the kernels
+(csrc/clip.cpp) do not know, another type or layout, a tensor of a kind of its own, goes to torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from stoker.kernels import native
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """What torch.nn.utils.clip_grad_norm_ does, called as it is called. Gradients have been scaled when it returns."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if float(norm_type) != 2.0 or not gradients or not all(map(_known, gradients)):
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm = _norm(gradients)
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of the gradients is {norm}, so they cannot be clipped; "
+            "look for the first loss that is not finite, or leave error_if_nonfinite=False"
+        )
+    factor = float(max_norm) / (norm + 1e-6)
+    if not factor >= 1.0:  # also if the norm is not a number: then the gradients become that, as with torch
+        _scale(gradients, factor)
+    return torch.tensor(norm, dtype=torch.float32)
+
+
+def _known(gradient: Tensor) -> bool:
+    return (
+        type(gradient) is Tensor
+        and gradient.dtype == torch.float32
+        and gradient.device.type == "cpu"
+        and gradient.layout == torch.strided
+        and gradient.is_contiguous()
+    )
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    norm = ctypes.c_double()
+    addresses, sizes = _where(tensors)
+    native.function("stoker_norm", "p p l p i")(
+        addresses, sizes, len(tensors), ctypes.addressof(norm), native.threads()
+    )
+    return norm.value
+
+
+def _scale(tensors: Sequence[Tensor], factor: float) -> None:
+    addresses, sizes = _where(tensors)
+    native.function("stoker_scale", "p p l f i")(addresses, sizes, len(tensors), factor, native.threads())
+    increment_version(tensors)
+
+
+def _where(tensors: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_int64]]:
+    addresses = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    sizes = (ctypes.c_int64 * len(tensors))(*(tensor.numel() for tensor in tensors))
+    return addresses, sizes

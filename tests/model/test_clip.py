@@ -1,0 +1,81 @@
+"""Clipping in one pass over all gradients gives what torch's gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stoker.model import clip_grad_norm_
+
+SIZES = ((70_001,), (3, 5), (1,), (0,), (129, 257))  # pieces of 32,768 elements, and their ends
+
+
+def _parameters(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    made = [nn.Parameter(torch.randn(size).to(dtype)) for size in SIZES]
+    for parameter in made:
+        parameter.grad = scale * torch.randn_like(parameter)
+    return made
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 1e6, float("inf")])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_clipping_gives_what_torch_gives(max_norm: float, threads: int) -> None:
+    torch.set_num_threads(threads)
+    ours, theirs = _parameters(), _parameters()
+    ours.append(nn.Parameter(torch.ones(3)))  # without a gradient
+    expected = nn.utils.clip_grad_norm_(theirs, max_norm)
+    norm = clip_grad_norm_(iter(ours), max_norm)
+    torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0.0)
+    for one, other in zip(ours, theirs, strict=False):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=0.0)
+
+
+def test_the_norm_does_not_depend_on_the_thread_count() -> None:
+    found = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        found.append(clip_grad_norm_(_parameters(), 1.0).item())
+    assert len(set(found)) == 1
+
+
+def test_gradients_that_are_small_enough_are_not_touched() -> None:
+    parameters = _parameters()
+    before = [parameter.grad._version for parameter in parameters]
+    clip_grad_norm_(parameters, 1e6)
+    assert [parameter.grad._version for parameter in parameters] == before
+
+
+def test_what_is_not_finite_spreads_as_it_does_with_torch() -> None:
+    for bad in (float("nan"), float("inf")):
+        ours, theirs = _parameters(), _parameters()
+        for made, clip in ((ours, clip_grad_norm_), (theirs, nn.utils.clip_grad_norm_)):
+            made[1].grad[0, 0] = bad
+            clip(made, 1.0)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.grad, other.grad, equal_nan=True)
+        ours[1].grad[0, 0] = bad
+        with pytest.raises(RuntimeError, match="norm of the gradients"):
+            clip_grad_norm_(ours, 1.0, error_if_nonfinite=True)
+
+
+def _transposed(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.randn(257, 129).t()
+
+
+@pytest.mark.parametrize("change", [None, _transposed])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0])
+def test_what_the_kernel_does_not_know_goes_to_torch(change: Any, norm_type: float) -> None:
+    dtype = torch.bfloat16 if change is None else torch.float32
+    ours, theirs = _parameters(dtype), _parameters(dtype)
+    if change is not None:
+        for made in (ours, theirs):
+            torch.manual_seed(1)
+            change(made[4])
+    norms = [clip(made, 1.0, norm_type) for made, clip in ((ours, clip_grad_norm_), (theirs, nn.utils.clip_grad_norm_))]
+    torch.testing.assert_close(*norms)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
