@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,8 +13,10 @@ from hypothesis import strategies as st
 from stoker.cli import main
 from stoker.cli.plan import node_counts
 from stoker.errors import UserError
+from stoker.plan import rates
 from stoker.plan.advice import Job, plan, table
 from stoker.plan.model import Collectives, Network, Node, Setup, predict
+from stoker.plan.subject import Subject
 
 FAST = Collectives(rate=2e9, rate_bf16=2e9, cpu=0.4e-9, cpu_bf16=0.4e-9, apply=0.5e-9)
 NODE = Node(step=2.0, processes=2, parameters=109_000_000, collectives=FAST, cores=16)
@@ -97,6 +101,11 @@ def test_node_counts_double_and_end_where_asked() -> None:
         (["--out", "plan.gif"], ".svg, .png or .pdf"),
         (["--out", "/nowhere/plan.svg"], "there is no folder"),
         (["--batch", "0"], "whole number above 0"),
+        (["--price", "-1"], "'-1' is not a number of 0 or more"),
+        (["--latency", "nan"], "'nan' is not a number of 0 or more"),
+        (["--step", "2", "--parameters", "inf"], "'inf' is not a number of 0 or more"),
+        (["--length", "600"], "rows of at most 512 tokens"),
+        (["--model", "/nowhere/model"], "--model '/nowhere/model'"),
     ],
 )
 def test_mistakes_are_answered_by_a_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +123,56 @@ def test_a_machine_that_is_not_this_one_can_be_planned_with(tmp_path: Path, caps
     assert [line.split()[0] for line in told.splitlines() if line.lstrip()[:1].isdigit()] == ["1", "2", "4", "8"]
     assert "advice:" in told
     assert "</svg>" in out.read_text()
+
+
+def test_the_plan_is_told_to_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--nodes",
+        "1,4",
+        "--network",
+        "1gbit",
+        "--step",
+        "1.9",
+        "--parameters",
+        "109e6",
+        "--price",
+        "0.5",
+        "--json",
+    ]
+    assert main(["plan", *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["nodes"] for row in told["nodes"]] == [1, 4]
+    assert "--local_sgd" in told["nodes"][1]["advised"]["flags"]
+    assert told["nodes"][1]["cost"] > 0
+    assert told["node"]["step"] == 1.9
+
+
+def test_an_epoch_takes_whole_steps() -> None:
+    row = plan(NODE, Network.parse("100gbit"), [64], Job(rows=10, batch=12))[0]
+    assert row.epoch == pytest.approx(row.advised.step)
+
+
+@pytest.mark.parametrize("length", [1, 160, 400, 512])
+def test_rows_fit_the_model_and_keep_their_mean(length: int) -> None:
+    config = SimpleNamespace(max_position_embeddings=512, model_type="bert", vocab_size=100)
+    rows = Subject("bert-base", "qa", length).rows(6, 0, config)
+    lengths = rows["attention_mask"].sum(1)
+    assert lengths.max() <= 512
+    assert float(lengths.float().mean()) == pytest.approx(length, abs=1)
+    assert rows["input_ids"].max() < 100
+
+
+def test_a_second_thread_of_a_core_is_no_core_to_plan_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = (SimpleNamespace(cpus=(0, 2)), SimpleNamespace(cpus=(1, 3)))
+    monkeypatch.setattr(rates, "this_machine", lambda: SimpleNamespace(usable_cores=cores))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert rates.usable_cores() == [0, 1]
+
+
+def test_what_a_measurement_died_of_is_told() -> None:
+    assert "want of memory" in rates._why(-9, "")
+    assert rates._why(1, "Traceback\nstoker.errors.UserError: --model 'x': no") == "--model 'x': no"
+    assert rates._why(1, "IndexError: 7") == "the measurement failed: IndexError: 7"
 
 
 def test_this_machine_is_measured_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from stoker.cli.parsing import Parser
 from stoker.errors import UserError
 from stoker.plan.advice import Job, Row, clock, plan, table
-from stoker.plan.model import Network, Node
+from stoker.plan.model import Network, Node, Prediction
 from stoker.plan.subject import BUILT_IN, Subject
 
 __all__ = ["main", "node_counts"]
@@ -28,7 +29,9 @@ def main(argv: list[str]) -> int:
     parser = Parser("plan", "predict a training on several machines from what this one does", examples=_EXAMPLES)
     parser.add_argument("--nodes", default="1..16", metavar="A..B", help="or a list: 1,2,3 (1..16: 1, 2, 4, 8, 16)")
     parser.add_argument("--network", default="10gbit", metavar="RATE", help="between the nodes: 1gbit, 10gbit, ...")
-    parser.add_argument("--latency", type=float, metavar="US", help="microseconds per message; by the rate without it")
+    parser.add_argument(
+        "--latency", type=_amount, metavar="US", help="microseconds per message; by the rate without it"
+    )
     parser.add_argument(
         "--model", default="bert-base", metavar="NAME", help=f"{', '.join(BUILT_IN)}, a folder, or a name on the hub"
     )
@@ -40,11 +43,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--rows", type=_count, default=88_524, metavar="N", help="rows of an epoch (88,524, as SQuAD has)"
     )
-    parser.add_argument("--price", type=float, metavar="X", help="of one node for an hour, in whatever money")
+    parser.add_argument("--price", type=_amount, metavar="X", help="of one node for an hour, in whatever money")
     parser.add_argument("--processes", type=_count, metavar="N", help="per node; without it the best of some is found")
-    parser.add_argument("--step", type=float, metavar="S", help="seconds of one node's step, instead of measuring it")
-    parser.add_argument("--parameters", type=float, metavar="N", help="of the model; with --step")
+    parser.add_argument("--step", type=_amount, metavar="S", help="seconds of one node's step, instead of measuring it")
+    parser.add_argument("--parameters", type=_amount, metavar="N", help="of the model; with --step")
     parser.add_argument("--out", metavar="FILE", help="draw it: .svg, .png or .pdf")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--fresh", action="store_true", help="measure again what was measured before")
     options = parser.parse_args(argv)
     counts = node_counts(options.nodes)
@@ -56,30 +60,40 @@ def main(argv: list[str]) -> int:
         raise UserError("stoker plan: --step and --parameters must be more than 0")
     drawn = _drawable(options.out) if options.out else None
     subject = Subject(options.model, options.task, options.length)
+    if options.step is None:
+        subject.check()
     node, told = _node(options, subject)
     job = Job(options.rows, options.batch, options.price)
     rows = plan(node, network, counts, job)
-    print("\n".join(told))
-    print(f"network: {network.gbit:g} Gbit/s, {network.latency * 1e6:.0f} us per message (assumed)\n")
-    print(table(rows, options.price is not None))
-    print()
-    print("\n".join(_advice(node, network, rows, options)))
+    advice = _advice(node, rows, options)
+    if options.json:
+        print(json.dumps(_as_json(node, network, rows, advice, options), indent=2))
+    else:
+        print("\n".join(told))
+        print(f"network: {network.gbit:g} Gbit/s, {network.latency * 1e6:.0f} us per message (assumed)\n")
+        print(table(rows, options.price is not None))
+        print()
+        print("\n".join(advice))
     if drawn is not None:
         from stoker.plan.draw import draw
 
-        draw(rows, f"{options.model}, {options.batch} rows per node, {network.gbit:g} Gbit/s", drawn)
-        print(drawn)
+        try:
+            draw(rows, f"{options.model}, {options.batch} rows per node, {network.gbit:g} Gbit/s", drawn)
+        except OSError as error:
+            raise UserError(f"--out {drawn} cannot be written: {error.strerror}") from None
+        if not options.json:
+            print(drawn)
     return 0
 
 
 def _node(options: object, subject: Subject) -> tuple[Node, list[str]]:
     """The node to plan with: as given, or the best of what was measured."""
-    from stoker.plan.rates import candidates, measure_collectives, measure_node
+    from stoker.plan.rates import candidates, measure_collectives, measure_node, usable_cores
 
     given = vars(options)
     say = lambda line: print(f"stoker: {line}", file=sys.stderr)  # noqa: E731
     collectives = measure_collectives(fresh=given["fresh"], say=say)
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cores())
     between = f"between nodes: {collectives.told()}"
     if given["step"] is not None:
         processes = given["processes"] or 1
@@ -107,7 +121,27 @@ def _node(options: object, subject: Subject) -> tuple[Node, list[str]]:
     return best, [*told, between]
 
 
-def _advice(node: Node, network: Network, rows: list[Row], options: object) -> list[str]:
+def _as_json(node: Node, network: Network, rows: list[Row], advice: list[str], options: object) -> dict[str, object]:
+    """All that the table says, and the flags of each number of nodes. Times in seconds."""
+    asked = {name: vars(options)[name] for name in ("model", "task", "batch", "length", "rows", "price")}
+
+    def one(found: Prediction) -> dict[str, object]:
+        return {"step": found.step, "efficiency": found.efficiency, "flags": found.setup.words}
+
+    return {
+        "asked": asked,
+        "node": {"step": node.step, "processes": node.processes, "cores": node.cores, "parameters": node.parameters},
+        "network": {"gbit": network.gbit, "latency": network.latency},
+        "nodes": [
+            {"nodes": row.plain.nodes, "ddp_fp32": one(row.plain), "ddp_bf16": one(row.bf16), "local_sgd": one(row.local),
+             "advised": one(row.advised), "epoch": row.epoch, "cost": row.cost}
+            for row in rows
+        ],
+        "advice": [line.strip() for line in advice],
+    }  # fmt: skip
+
+
+def _advice(node: Node, rows: list[Row], options: object) -> list[str]:
     last, price = rows[-1], vars(options)["price"]
     advised, best = last.advised, min(rows, key=lambda row: row.epoch)
     lines = [f"advice: {node.processes} process{'es' * (node.processes > 1)} per node"]
@@ -156,9 +190,21 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _amount(text: str) -> float:
+    import argparse
+
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return value
+
+
 def _drawable(text: str) -> Path:
     path = Path(text)
-    if path.suffix not in (".svg", ".png", ".pdf"):
+    if path.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise UserError(f"--out {text}: the name must end in .svg, .png or .pdf")
     if not path.resolve().parent.is_dir():
         raise UserError(f"--out {text}: there is no folder {path.resolve().parent}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ def _row(node: Node, network: Network, count: int, job: Job) -> Row:
         advised = plain
     elif bf16.efficiency >= min(_GOOD, advised.efficiency):
         advised = bf16
-    epoch = job.rows / (job.batch * count) * advised.step
+    epoch = math.ceil(job.rows / (job.batch * count)) * advised.step  # the last step may be short of rows
     cost = count * epoch / 3600 * job.price if job.price is not None else None
     return Row(plain, bf16, local, advised, epoch, cost)
 

@@ -44,4 +44,4 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
             axis.set_xlabel("nodes")
             axis.spines[["top", "right"]].set_visible(False)
         figure.suptitle(title, fontsize=11)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)

@@ -85,7 +85,7 @@ def steps(told: dict[str, Any]) -> dict[str, float]:
     rows = told["batch"] // told["size"] + (told["rank"] < told["batch"] % told["size"])
     seconds = []
     for number in range(told["rounds"] + 1):
-        inputs = subject.rows(rows, seed=number * told["size"] + told["rank"])
+        inputs = subject.rows(rows, number * told["size"] + told["rank"], model.config)
         begin = time.perf_counter()
         wrapped(**inputs).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

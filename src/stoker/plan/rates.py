@@ -1,6 +1,6 @@
 """Measures what the plan stands on, on this machine: the step of one node, and what collectives between nodes cost.
 
-Each measurement runs in processes of its own and is kept in the cache directory, by machine, torch and what was asked.
+Each measurement runs in processes of its own and is kept in the cache directory, by machine, Stoker, torch and what was asked.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,14 +17,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from stoker import __version__
 from stoker.errors import UserError
 from stoker.machine import cache_directory, this_machine
 from stoker.plan.model import Collectives, Node
 from stoker.plan.subject import Subject
 
-__all__ = ["candidates", "measure_collectives", "measure_node"]
+__all__ = ["candidates", "measure_collectives", "measure_node", "usable_cores"]
 
-_FORMAT = 1
+_FORMAT = 2
+_LONGEST = 900  # seconds
 Say = Callable[[str], None]
 
 
@@ -53,9 +56,9 @@ def measure_node(
     subject: Subject, batch: int, processes: int, collectives: Collectives, *, fresh: bool = False, say: Say = _quiet
 ) -> Node:
     """The step of this machine with `batch` rows by `processes` processes."""
-    cpus = _one_per_core()
+    cpus = usable_cores()
     each = len(cpus) // processes
-    asked = {"subject": asdict(subject), "batch": batch, "processes": processes, "cpus": len(cpus)}
+    asked = {"subject": subject.identity, "batch": batch, "processes": processes, "cpus": len(cpus)}
 
     def measure() -> dict[str, float]:
         say(f"measuring a step of {subject.model}, {batch} rows, {processes} process{'es' * (processes > 1)}")
@@ -70,7 +73,8 @@ def measure_node(
     )  # fmt: skip
 
 
-def _one_per_core() -> list[int]:
+def usable_cores() -> list[int]:
+    """One CPU of each core that this process may use: a second thread of a core is no second core."""
     allowed = os.sched_getaffinity(0)
     found = [core.cpus[0] for core in this_machine().usable_cores if core.cpus]
     return [cpu for cpu in found if cpu in allowed] or sorted(allowed)
@@ -79,7 +83,9 @@ def _one_per_core() -> list[int]:
 def _kept(name: str, asked: dict[str, Any], measure: Callable[[], dict[str, float]], fresh: bool) -> dict[str, float]:
     from importlib import metadata
 
-    key = json.dumps([asked, metadata.version("torch"), this_machine().fingerprint, _FORMAT], sort_keys=True)
+    key = json.dumps(
+        [asked, __version__, metadata.version("torch"), this_machine().fingerprint, _FORMAT], sort_keys=True
+    )
     file = f"plan-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     kept = None if fresh else cache_directory.load(file)
     if kept is not None and all(isinstance(value, int | float) and value > 0 for value in kept.values()):
@@ -100,12 +106,23 @@ def _run(what: str, shares: list[list[int]], backend: str, **more: Any) -> list[
         words = [sys.executable, "-m", "stoker.plan.probe", json.dumps(told)]
         processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
-        ends = [process.communicate(timeout=900) for process in processes]
+        ends = [process.communicate(timeout=_LONGEST) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"the measurement took more than {_LONGEST // 60} minutes; try a smaller --model or --batch"
+        ) from None
     finally:
         for process in processes:
             process.kill()
     for process, (_, complaint) in zip(processes, ends, strict=True):
         if process.returncode:
-            last = (complaint.strip().splitlines() or ["nothing was said"])[-1]
-            raise UserError(f"the measurement failed: {last[:300]}")
+            raise UserError(_why(process.returncode, complaint))
     return [json.loads(out.strip().splitlines()[-1]) for out, _ in ends]
+
+
+def _why(code: int, complaint: str) -> str:
+    if code == -signal.SIGKILL:
+        return "the measurement was killed, most likely for want of memory; try a smaller --model or --batch"
+    last = (complaint.strip().splitlines() or [f"exit code {code}, and nothing was said"])[-1]
+    mistake = last.partition("stoker.errors.UserError: ")[2]
+    return mistake or f"the measurement failed: {last[:300]}"

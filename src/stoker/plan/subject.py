@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import sys
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from stoker.errors import UserError
@@ -13,6 +14,9 @@ __all__ = ["BUILT_IN", "Subject"]
 BUILT_IN = {"bert-base": (12, 768, 12), "bert-large": (24, 1024, 16), "minilm": (6, 384, 12), "bert-tiny": (2, 128, 2)}
 """Layers, width and heads of BERTs that need no files."""
 _VOCABULARY = 30522
+_POSITIONS = 512
+_FIRST_POSITION_IS_2 = ("roberta", "xlm-roberta", "camembert", "mpnet")
+"""Models whose table of positions has two rows that no token uses."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,28 @@ class Subject:
             "qa": transformers.AutoModelForQuestionAnswering,
             "classify": transformers.AutoModelForSequenceClassification,
         }
-        return kinds[self.task].from_config(self._config()).train()
+        config = self._config()
+        try:
+            return kinds[self.task].from_config(config).train()
+        except ValueError:
+            raise UserError(
+                f"--model {self.model!r}: transformers has no {self.task} head for a {config.model_type}"
+            ) from None
+
+    def check(self) -> None:
+        """Raises what is wrong with it before anything is measured."""
+        longest = _POSITIONS if self.model in BUILT_IN else _longest(self._config())
+        if self.length > longest:
+            raise UserError(f"--length {self.length}: {self.model} takes rows of at most {longest} tokens")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a measurement is kept under: a folder's model may change while its name stays."""
+        try:
+            with open(os.path.join(self.model, "config.json"), encoding="utf-8") as file:
+                return {**asdict(self), "config": file.read()}
+        except OSError:
+            return asdict(self)
 
     def _config(self) -> Any:
         import transformers
@@ -50,16 +75,24 @@ class Subject:
                 f"({str(error).strip().splitlines()[0][:120]}); built in are {', '.join(BUILT_IN)}"
             ) from None
 
-    def rows(self, count: int, seed: int) -> dict[str, Any]:
-        """A batch in which lengths vary as they do in text: from a half to one and a half of the mean."""
+    def rows(self, count: int, seed: int, config: Any) -> dict[str, Any]:
+        """A batch in which lengths vary as they do in text: from a half to one and a half of the mean, if the model can."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)
-        spread = torch.linspace(0.5, 1.5, max(count, 2))[:count] if count > 1 else torch.ones(1)
-        lengths = (self.length * spread).round().long().clamp(min=4)
+        spread = min(0.5, _longest(config) / self.length - 1)
+        shares = torch.linspace(1 - spread, 1 + spread, count) if count > 1 else torch.ones(1)
+        lengths = (self.length * shares).round().long().clamp(min=min(4, self.length))
         mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]
-        ids = torch.randint(1000, 2000, mask.shape, generator=generator) * mask
+        words = min(2000, config.vocab_size)
+        ids = torch.randint(words // 2, words, mask.shape, generator=generator) * mask
         inputs = {"input_ids": ids, "attention_mask": mask.long()}
         if self.task == "qa":
             return {**inputs, "start_positions": lengths // 2, "end_positions": lengths // 2}
         return {**inputs, "labels": torch.arange(count) % 2}
+
+
+def _longest(config: Any) -> int:
+    """The most tokens that a row may have."""
+    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    return int(positions) - 2 * (config.model_type in _FIRST_POSITION_IS_2)
