@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -79,3 +80,57 @@ def test_what_the_kernel_does_not_know_goes_to_torch(change: Any, norm_type: flo
     torch.testing.assert_close(*norms)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    from stoker.model import clip
+
+    calls: list[int] = []
+    norm = clip._norm
+    monkeypatch.setattr(clip, "_norm", lambda tensors: (calls.append(len(tensors)), norm(tensors))[1])
+    return calls
+
+
+@pytest.fixture
+def _fresh_state() -> Iterator[None]:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("_fresh_state")
+def test_the_accelerator_clips_accumulated_gradients_in_one_pass(kernel_calls: list[int]) -> None:
+    from stoker.hf.accelerator import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        accelerator.backward(model(torch.full((3, 8), 5.0)).float().square().sum())
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert kernel_calls == [2]
+    torch.testing.assert_close(norm, expected.norm())
+    torch.testing.assert_close(found, expected * 0.5 / expected.norm())
+
+
+def test_the_trainer_clips_in_one_pass_unless_the_model_is_to_be_left_alone(
+    tmp_path: Any, kernel_calls: list[int]
+) -> None:
+    from hf import tiny
+
+    settings = {"max_steps": 2, "save_strategy": "no", "logging_steps": 1, "gradient_accumulation_steps": 2}
+    norms = []
+    for use in (None, False):
+        trainer = tiny.trainer(
+            tmp_path / str(use), tiny.tiny_model(dropout=0.0), max_grad_norm=0.1, use_ipex=use, **settings
+        )
+        trainer.train()
+        norms.append([entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
+    assert len(kernel_calls) == len(norms[0]) == 2
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)

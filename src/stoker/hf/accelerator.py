@@ -5,6 +5,7 @@ Imports nothing of transformers: it is loaded while accelerate itself is, which 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from stoker.hf.backend import choose
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "clip_in_one_pass"]
 
 log = logging.getLogger("stoker")
 
@@ -54,6 +55,7 @@ class Accelerator(_Stock):  # type: ignore[misc]
     def prepare(self, *args: Any, **named: Any) -> Any:
         if self.device.type == "cpu":
             _optimize(args, self.mixed_precision)
+            clip_in_one_pass(self)
         return self._prepare_for_several(args, named)
 
     def _prepare_for_several(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -102,6 +104,27 @@ class Accelerator(_Stock):  # type: ignore[misc]
         if self._local_sgd is not None and not self._local_sgd.agreed:
             self._local_sgd.average()
         super().wait_for_everyone()
+
+
+def clip_in_one_pass(accelerator: _Stock) -> None:
+    """Lets `accelerator`, ours or the one that a Trainer made, clip with Stoker's kernel from now on."""
+    if "clip_grad_norm_" not in vars(accelerator):
+        accelerator.clip_grad_norm_ = functools.partial(_clip, accelerator, accelerator.clip_grad_norm_)
+
+
+def _clip(accelerator: _Stock, stock: Any, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+    """Stoker's clipping where every rank has whole gradients in main memory; FSDP, DeepSpeed and others have their own."""
+    from accelerate.utils import DistributedType
+
+    from stoker.model import clip_grad_norm_
+
+    if accelerator.device.type != "cpu" or accelerator.distributed_type not in (
+        DistributedType.NO,
+        DistributedType.MULTI_CPU,
+    ):
+        return stock(parameters, max_norm, norm_type)
+    accelerator.unscale_gradients()
+    return clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 def _several_processes() -> bool:

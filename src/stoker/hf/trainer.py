@@ -74,8 +74,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Applies `stoker.optimize` to the model (and optimizer) unless it was asked not to."""
         if getattr(self.args, "use_ipex", None) is False or self.args.device.type != "cpu":
             return optimizer
+        from stoker.hf.accelerator import clip_in_one_pass
         from stoker.model import optimize
 
+        clip_in_one_pass(self.accelerator)
         dtype = torch.bfloat16 if self.args.bf16 else torch.float32
         self._optimized = self.model
         if optimizer is None:
