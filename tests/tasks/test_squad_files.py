@@ -115,6 +115,12 @@ BAD = {
     "empty question": ({"question": " "}, "its question is empty"),
     "context of another type": ({"context": 3}, "its context is a int, not text"),
     "more answers than offsets": ({"answers": {"text": ["Ada", "Bo"], "answer_start": [0]}}, "2 answers but 1 offsets"),
+    "half a character": ({"question": "\ud800 who?"}, "its question holds half a character"),
+    "half a character in an answer": ({"answers": {"text": ["\udfff"], "answer_start": [0]}}, "is empty or not text"),
+    "an offset without end": (
+        {"answers": {"text": ["Ada"], "answer_start": [1e400]}},
+        "one of its offsets is no number",
+    ),
     "a repeated id": ({"id": "0"}, "the id '0' has been used before"),
 }
 
@@ -129,6 +135,11 @@ def test_one_bad_row_in_many_is_left_out_and_shown_with_its_place(
         assert len(read_questions(path, training=True)) == 150
     assert f"{path}, line 3" in caplog.text
     assert said in caplog.text
+
+
+def test_a_strange_word_for_unanswerable_is_not_a_crash(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", rows_with({"is_impossible": ["?"]}, 3))
+    assert all(question.answers for question in read_questions(path, training=True))
 
 
 def test_more_than_one_percent_of_bad_rows_stops_before_training(tmp_path: Path) -> None:
@@ -157,7 +168,9 @@ def test_a_wrong_offset_does_not_matter_for_evaluation(tmp_path: Path) -> None:
         ("d.json.gz", b"not gzip", "is not a whole gzip file"),
         ("d.txt", b"", "is of no known kind"),
         ("d.csv", b"", "is empty; its first line should name the columns"),
+        ("d.csv", "question,context\n".encode("utf-16"), "is not UTF-8: its first line cannot be read"),
         ("d.json", b'{"data": []}', "holds no question"),
+        ("d.json", b"[" * 100_000, "is nested too deeply"),
         ("d.jsonl", b'{"question": "Who?"}\n', "has no column 'context'; its columns are question"),
     ],
 )

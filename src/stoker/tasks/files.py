@@ -19,7 +19,7 @@ from typing import Any
 from stoker.errors import UserError
 from stoker.tasks.faults import Faults
 
-__all__ = ["KINDS", "Row", "kind_of", "read_json", "read_rows"]
+__all__ = ["KINDS", "Row", "is_unicode", "kind_of", "read_json", "read_rows"]
 
 KINDS = ("json", "jsonl", "csv", "tsv", "parquet")
 _SUFFIXES = {
@@ -36,6 +36,15 @@ _SUFFIXES = {
 class Row:
     values: dict[str, Any]
     where: str
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written down; JSON's escapes can name halves of characters, which tokenizers refuse."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def kind_of(path: Path) -> str:
@@ -78,6 +87,8 @@ def read_json(path: Path, *, lines_allowed: bool = False) -> Any:
         if lines_allowed and error.msg == "Extra data" and error.pos and _is_object(raw.lstrip().split(b"\n", 1)[0]):
             return None
         raise UserError(f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply to be a table of rows") from None
 
 
 def _is_object(line: bytes) -> bool:
@@ -123,6 +134,9 @@ def _line_rows(path: Path, faults: Faults) -> Iterator[Row]:
         except json.JSONDecodeError as error:
             faults.add(where, f"is not JSON: {error.msg} at column {error.colno}")
             continue
+        except RecursionError:
+            faults.add(where, "is nested too deeply")
+            continue
         if isinstance(values, dict):
             yield Row(values, where)
         else:
@@ -142,6 +156,8 @@ def _delimited_rows(path: Path, delimiter: str, faults: Faults) -> Iterator[Row]
     header = next(reader, None)
     if not header:
         raise UserError(f"{path} is empty; its first line should name the columns")
+    if not all(map(is_unicode, header)):
+        raise UserError(f"{path} is not UTF-8: its first line cannot be read; convert it")
     while True:
         try:
             fields = next(reader, None)
@@ -155,7 +171,7 @@ def _delimited_rows(path: Path, delimiter: str, faults: Faults) -> Iterator[Row]
             continue
         if len(fields) != len(header):
             faults.add(where, f"has {len(fields)} columns where the first line names {len(header)}")
-        elif any("\udc80" <= letter <= "\udcff" for value in fields for letter in value):
+        elif not all(map(is_unicode, fields)):
             faults.add(where, "is not UTF-8")
         else:
             yield Row(dict(zip(header, fields, strict=True)), where)

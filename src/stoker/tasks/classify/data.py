@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.errors import UserError
 from stoker.tasks.faults import Faults
-from stoker.tasks.files import Row, read_rows
+from stoker.tasks.files import Row, is_unicode, read_rows
 
 __all__ = ["GLUE", "Columns", "Example", "Labels", "Task", "choose_columns", "collect", "read_examples"]
 
@@ -175,6 +175,8 @@ def _bad_text(names: Sequence[str], values: Sequence[Any]) -> str | None:
             return f"its {name} is missing" if value is None else f"its {name} is a {type(value).__name__}, not text"
         if not value.strip():
             return f"its {name} is empty"
+        if not is_unicode(value):
+            return f"its {name} holds half a character (a lone surrogate, as from a wrong encoding)"
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from stoker.errors import UserError
 from stoker.tasks.faults import Faults
-from stoker.tasks.files import Row, kind_of, read_json, read_rows
+from stoker.tasks.files import Row, is_unicode, kind_of, read_json, read_rows
 
 __all__ = ["Question", "Unusable", "question_of", "read_questions"]
 
@@ -101,9 +101,11 @@ def question_of(values: dict[str, Any], default_id: str, *, training: bool, labe
             raise Unusable(f"its {name} is a {type(values[name]).__name__}, not text")
         if not values[name].strip():
             raise Unusable(f"its {name} is empty")
+        if not is_unicode(values[name]):
+            raise Unusable(f"its {name} holds half a character (a lone surrogate, as from a wrong encoding)")
     context: str = values["context"]
     texts, starts = _answers(values) if labelled else ((), ())
-    if values.get("is_impossible") is True or values.get("is_impossible") in {"True", "true", "1"}:
+    if str(values.get("is_impossible")).lower() in {"true", "1"}:
         texts, starts = (), ()  # v2.0 keeps plausible but wrong answers elsewhere; some files keep them here
     if training:
         for text, start in zip(texts, starts, strict=True):
@@ -111,7 +113,10 @@ def question_of(values: dict[str, Any], default_id: str, *, training: bool, labe
                 found = context[max(start, 0) : max(start, 0) + len(text)]
                 raise Unusable(f"answer {text!r} is not at its offset {start}, where the context reads {found!r}")
     identity = values.get("id")
-    return Question(default_id if identity in (None, "") else str(identity), values["question"], context, texts, starts)
+    name = default_id if identity in (None, "") else str(identity)
+    if not is_unicode(name):
+        raise Unusable("its id holds half a character (a lone surrogate)")
+    return Question(name, values["question"], context, texts, starts)
 
 
 def _answers(values: dict[str, Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -132,11 +137,11 @@ def _answers(values: dict[str, Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     texts, starts = _listed(answers["text"]), _listed(answers["answer_start"])
     if len(texts) != len(starts):
         raise Unusable(f"it has {len(texts)} answers but {len(starts)} offsets")
-    if not all(isinstance(text, str) and text for text in texts):
+    if not all(isinstance(text, str) and text and is_unicode(text) for text in texts):
         raise Unusable("one of its answers is empty or not text")
     try:
         return tuple(texts), tuple(int(start) for start in starts)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise Unusable(f"one of its offsets is no number: {starts!r}") from None
 
 
