@@ -159,6 +159,16 @@ MISTAKES = {
     "sing": "unknown task 'sing'",
     "classify --model_name_or_path m --task_name mprc --do_train --output_dir o": "is no GLUE task",
     "qa --model_name_or_path m --train_file x.json --do_train --output_dir o --learning_rate fast": "invalid float value",
+    "qa @ --max_train_samples 0": "--max_train_samples is 0; it must be 1 or more",
+    "qa @ --doc_stride -5": "--doc_stride is -5; it must be 0 or more",
+    "qa @ --per_device_train_batch_size 0": "--per_device_train_batch_size is 0",
+    "qa @ --gradient_accumulation_steps 0": "--gradient_accumulation_steps is 0",
+    "qa @ --learning_rate -1": "--learning_rate is -1.0; it must be 0 or more",
+    "qa @ --seed -1": "--seed is -1",
+    "qa @ --report_to nope": "--report_to nope: nope is not supported",
+    "qa @ --deepspeed x.json": "deepspeed",
+    "qa @ --output_dir /proc/none": "--output_dir /proc/none cannot be made",
+    "qa options.json": "the file of options options.json cannot be read",
 }
 
 
@@ -167,7 +177,8 @@ def test_a_mistake_is_one_sentence_and_exit_code_two(
     words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *words.split()]) == 2
+    usual = "--model_name_or_path m --train_file x.json --do_train --output_dir o"
+    assert main(["train", *words.replace("@", usual).split()]) == 2
     error = capsys.readouterr().err
     assert MISTAKES[words] in error
     assert "Traceback" not in error
@@ -188,6 +199,41 @@ def test_a_hub_data_set_without_the_package_is_one_sentence(
     command = ["train", "qa", "--model_name_or_path", str(bert), "--dataset_name", "squad", "--do_train"]
     assert main([*command, "--output_dir", str(tmp_path / "o")]) == 2
     assert "pip install 'stoker[hub]'" in capsys.readouterr().err
+
+
+def test_the_command_that_goes_on_neither_starts_over_nor_goes_back() -> None:
+    from stoker.tasks.options import going_on
+
+    words = "--a 1 --overwrite_output_dir --b --resume_from_checkpoint out/checkpoint-2 --c=x"
+    assert " ".join(going_on(words.split())) == "--a 1 --b --c=x"
+    words = "--overwrite_output_dir True --b 2 --resume-from-checkpoint=out/checkpoint-2"
+    assert " ".join(going_on(words.split())) == "--b 2"
+
+
+def test_a_file_of_options_means_its_words(tmp_path: Path) -> None:
+    from stoker.tasks.options import OptionParser, words_of
+    from stoker.tasks.qa.train import QaOptions
+
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps({
+        "model_name_or_path": "m", "do_train": True, "use_ipex": False, "report_to": ["none"], "learning_rate": 3e-5,
+        "output_dir": str(tmp_path / "a folder"), "lr_scheduler_kwargs": {"num_cycles": 2}, "max_train_samples": None,
+    }))  # fmt: skip
+    model, data, args = OptionParser("train qa", QaOptions).read(words_of([str(path)]))
+    assert (model.model_name_or_path, data.max_train_samples) == ("m", None)
+    assert (args.do_train, args.use_ipex, args.learning_rate) == (True, False, 3e-5)
+    assert (args.output_dir, args.lr_scheduler_kwargs) == (str(tmp_path / "a folder"), {"num_cycles": 2})
+
+
+def test_asked_to_resume_and_to_start_over_nothing_is_deleted(
+    bert: Path, squad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    (out / "checkpoint-7").mkdir(parents=True)
+    command = qa_command(bert, squad, out, "--overwrite_output_dir", "--resume_from_checkpoint", "True")
+    assert main(command) == 2
+    assert "there is no checkpoint to resume from" in capsys.readouterr().err
+    assert (out / "checkpoint-7").exists()
 
 
 def test_help_is_short_and_all_flags_are_one_option_away(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 
 from stoker.errors import UserError
 from stoker.tasks.collate import Collator
 from stoker.tasks.demo.world import make_world
+from stoker.tasks.loading import row_length
 from stoker.tasks.qa.data import Question, read_questions
 from stoker.tasks.qa.features import make_windows
 from tasks.models import byte_level, wordpiece
@@ -117,3 +120,14 @@ def test_real_paragraphs_make_the_tokenizers_windows(data: Path) -> None:
     for index, window in enumerate(expected):
         assert windows[index]["input_ids"].tolist() == window["ids"]
         assert tuple(windows.labels[index].tolist()) == window["label"]
+
+
+def test_rows_are_no_longer_than_the_model_has_positions(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = SimpleNamespace(model_max_length=int(1e30))
+    roberta = transformers.RobertaConfig(max_position_embeddings=514, pad_token_id=1)
+    assert row_length(600, tokenizer, roberta) == 512
+    assert "--max_seq_length 600 is more than the model takes; 512 is used" in caplog.text
+    assert row_length(600, tokenizer, transformers.BertConfig(max_position_embeddings=512)) == 512
+    assert row_length(128, tokenizer, transformers.BertConfig(max_position_embeddings=512)) == 128
+    with pytest.raises(UserError, match="--max_seq_length 2 leaves no room"):
+        row_length(2, tokenizer, roberta)

@@ -352,7 +352,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         assert received is not None
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         if self.is_world_process_zero():
-            command = self.resume_command or _command_of_script(checkpoint)
+            command = _command_of_script(checkpoint)
+            if self.resume_command:
+                command = f"{self.resume_command} --resume_from_checkpoint {shlex.quote(str(checkpoint))}"
             print(
                 f"Stopped by {self._interrupts.name} after step {self.state.global_step}; saved {checkpoint}.\n"
                 f"To go on:\n  {command}",

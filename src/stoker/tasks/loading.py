@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.errors import UserError
 
-__all__ = ["load_config", "load_model", "load_tokenizer", "quiet"]
+__all__ = ["load_config", "load_model", "load_tokenizer", "quiet", "row_length"]
 
 log = logging.getLogger("stoker")
 
@@ -74,6 +74,22 @@ def load_model(kind: Any, options: Any, config: Any) -> Any:
         log.info("new, to be trained: %s", ", ".join(missing))
     model.float()  # a checkpoint in half precision is trained in fp32, bf16 applies to activations
     return model
+
+
+def row_length(asked: int, tokenizer: Any, config: Any) -> int:
+    """--max_seq_length, or the most tokens that tokenizer and model allow if that is less."""
+    from stoker.model.families import FAMILIES
+
+    positions = getattr(config, "max_position_embeddings", None) or asked
+    kin = {family.source.partition(".")[0] for family in FAMILIES if family.positions_after_padding}
+    if config.model_type.replace("-", "_") in kin:  # RoBERTa and its kin count positions from the padding's id on
+        positions -= (config.pad_token_id or 0) + 1
+    most = int(min(tokenizer.model_max_length, positions))
+    if min(asked, most) < 8:
+        raise UserError(f"--max_seq_length {asked} leaves no room for a text; 128 to 512 are usual")
+    if asked > most:
+        log.warning("--max_seq_length %s is more than the model takes; %s is used", asked, most)
+    return min(asked, most)
 
 
 def _hub(options: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from stoker.hf.trainer import Trainer
 from stoker.tasks import memory
 from stoker.tasks.display import Display
 from stoker.tasks.loading import quiet
-from stoker.tasks.options import OptionParser, given
+from stoker.tasks.options import OptionParser, given, going_on, program, words_of
 
 __all__ = ["Job", "begin", "cut", "finish", "train", "write_json"]
 
@@ -51,6 +51,7 @@ def begin(task: str, argv: list[str], data_options: Any) -> Job:
     """Reads the command line and makes the process quiet."""
     _log_to_stderr()
     quiet()
+    argv = words_of(argv)
     if (workers := _value("preprocessing_num_workers", argv)) is not None:
         os.environ["RAYON_NUM_THREADS"] = workers  # tokenizers reads it once, when it first tokenizes
     model, data, args = OptionParser(f"train {task}", data_options).read(argv)
@@ -59,6 +60,7 @@ def begin(task: str, argv: list[str], data_options: Any) -> Job:
     if args.do_train and not args.output_dir:
         raise UserError("--output_dir is missing: where should the model go?")
     _needs_data(args, data)
+    _check_output(args)
     return Job(task, argv, model, data, args, Console(stderr=True, highlight=False, markup=False, soft_wrap=True))
 
 
@@ -93,6 +95,21 @@ def _needs_data(args: Any, data: Any) -> None:
             raise UserError(f"{flag} is missing (or --dataset_name, for a data set on the hub)")
 
 
+def _check_output(args: Any) -> None:
+    """What the Trainer would find out late: a folder that cannot be made, a service of --report_to that is not there."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output_dir {args.output_dir} cannot be made: {error.strerror}") from None
+    try:
+        for kind in get_reporting_integration_callbacks(args.report_to):
+            kind()
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise UserError(f"--report_to {' '.join(args.report_to)}: {' '.join(str(error).split())}") from None
+
+
 def cut(rows: Sequence[Any], most: int | None) -> Sequence[Any]:
     return rows if most is None else rows[:most]
 
@@ -102,7 +119,7 @@ def resume_point(job: Job) -> Path | None:
     folder, asked = Path(job.args.output_dir), job.args.resume_from_checkpoint
     if asked and str(asked).lower() not in {"true", "1", "yes"}:
         return Path(asked)
-    if getattr(job.args, "overwrite_output_dir", None) and not times_restarted():
+    if getattr(job.args, "overwrite_output_dir", None) and not asked and not times_restarted():
         for checkpoint in checkpoints.all_checkpoints(folder):
             checkpoints.remove(checkpoint)
         return None
@@ -124,8 +141,7 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
         need = memory.check_memory(trainer.model, lengths, args, optimized=optimized)
         job.say(f"{len(lengths):,} training rows, {int(lengths.sum()):,} tokens; about {need / 1e9:.1f} GB of memory")
     checkpoint = resume_point(job)
-    # Without the word that would start over, the same command goes on from the newest checkpoint.
-    trainer.resume_command = shlex.join(word for word in job.command if word != "--overwrite_output_dir")
+    trainer.resume_command = shlex.join([*program(), "train", job.task, *going_on(job.argv)])
     trainer.recorder.task = {
         "task": job.task,
         "model": job.model.model_name_or_path,

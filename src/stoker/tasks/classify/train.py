@@ -16,7 +16,7 @@ from stoker.tasks.classify.features import Rows, make_rows
 from stoker.tasks.classify.metrics import METRICS, measure
 from stoker.tasks.collate import Collator
 from stoker.tasks.faults import Faults
-from stoker.tasks.loading import load_config, load_model, load_tokenizer
+from stoker.tasks.loading import load_config, load_model, load_tokenizer, row_length
 from stoker.tasks.options import DataOptions
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         changes |= {"num_labels": 1, "problem_type": "regression"}
     config = load_config(job.model, **changes)
     tokenizer = load_tokenizer(job.model)
-    length = min(options.max_seq_length, tokenizer.model_max_length)
+    length = row_length(options.max_seq_length, tokenizer, config)
     sets = {
         split: make_rows(examples, tokenizer, labels, max_seq_length=length, fresh=options.overwrite_cache)
         for split, examples in raw.items()

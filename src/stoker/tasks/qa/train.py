@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from stoker.errors import UserError
 from stoker.hf.trainer import Trainer
 from stoker.tasks import hub, run
 from stoker.tasks.collate import Collator
 from stoker.tasks.faults import Faults
-from stoker.tasks.loading import load_config, load_model, load_tokenizer
+from stoker.tasks.loading import load_config, load_model, load_tokenizer, row_length
 from stoker.tasks.options import DataOptions
 from stoker.tasks.qa.answers import Answer, choose_answers
 from stoker.tasks.qa.data import Question, collect, read_questions
@@ -157,7 +156,7 @@ def main(argv: list[str]) -> int:
     set_seed(args.seed)
     config = load_config(job.model)
     tokenizer = load_tokenizer(job.model)
-    options.max_seq_length = _room(options.max_seq_length, tokenizer, config)
+    options.max_seq_length = row_length(options.max_seq_length, tokenizer, config)
     sets = {split: _windows(job, tokenizer, split) for split, wanted in _splits(args) if wanted}
     model = load_model(AutoModelForQuestionAnswering, job.model, config)
     args.remove_unused_columns = False  # items hold what the model takes and nothing else
@@ -232,16 +231,6 @@ def _windows(job: run.Job, tokenizer: Any, split: str) -> Windows:
         training=training,
         fresh=options.overwrite_cache,
     )
-
-
-def _room(asked: int, tokenizer: Any, config: Any) -> int:
-    """The most tokens that tokenizer and model allow."""
-    most = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or asked)
-    if asked > most:
-        log.warning("--max_seq_length %s is more than the model takes; %s is used", asked, most)
-    if min(asked, most) < 8:
-        raise UserError(f"--max_seq_length {asked} leaves no room for a question and a text; 384 is usual")
-    return int(min(asked, most))
 
 
 def _sentence(metrics: dict[str, Any], questions: int) -> str:
