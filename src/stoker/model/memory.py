@@ -21,8 +21,12 @@ _PRIMITIVES = "256"  # a training run with dynamic lengths meets thousands of sh
 @functools.cache
 def keep_mapped() -> str:
     """Sets glibc's thresholds and bounds oneDNN's cache of shapes; says what was done. Does nothing the second time."""
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, _PRIMITIVES)
+    # oneDNN reads this once, when it is first used; torch exports no function to change it afterwards.
+    shapes = os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRIMITIVES)
+    return f"{_keep_mapped()}; oneDNN keeps {shapes} shapes at most, unless it was in use before"
+
+
+def _keep_mapped() -> str:
     if preloaded := _other_allocator():
         return f"left to {preloaded}, which is preloaded"
     if platform.libc_ver()[0] != "glibc":
@@ -32,7 +36,7 @@ def keep_mapped() -> str:
     mallopt = ctypes.CDLL(None).mallopt
     if not all(mallopt(option, value) for option, value in settings):
         return "left alone: mallopt refused"
-    return "glibc keeps freed memory mapped; oneDNN's shape cache is bounded"
+    return "glibc keeps freed memory mapped"
 
 
 def _other_allocator() -> str | None:
