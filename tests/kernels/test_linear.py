@@ -75,6 +75,12 @@ def test_bf16_weights_work_too(engine):
     check(50, 70, [90], engine, torch.float32, torch.bfloat16)
 
 
+@pytest.mark.parametrize("engine", products.available_engines())
+def test_fp32_activations_are_never_rounded_to_the_type_of_bf16_weights(engine):
+    x, weight = torch.full((2, 8), 1.0 + 2.0**-12), torch.ones(3, 8, dtype=torch.bfloat16)
+    assert torch.equal(linear(x, weight, engine=engine), torch.full((2, 3), 8.0 + 2.0**-9))
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     rows=st.integers(1, 230),

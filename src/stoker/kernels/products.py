@@ -76,8 +76,9 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 def _multiply_torch(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None) -> None:
-    # Mixed storage (bf16 activations, fp32 weights) meets in the narrower type: this engine is for CPUs with bf16 units.
-    dtype = torch.bfloat16 if any(t.dtype == torch.bfloat16 for pair in terms for t in pair) else torch.float32
+    # The left operand is an activation or its gradient, and its type counts, as the result's does: fp32 weights are rounded
+    # to bf16 for bf16 activations (this engine is for CPUs with bf16 units), but fp32 activations are never rounded.
+    dtype = terms[0][0].dtype
     cast = [(a.to(dtype), b.to(dtype)) for a, b in terms]
     target = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
     if bias is not None:
