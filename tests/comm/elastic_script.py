@@ -1,21 +1,32 @@
-"""A script with transformers' Trainer and nothing of Stoker: `elastic_script.py --output_dir DIR [--kill_at STEP]`.
+"""A script with a Trainer: `elastic_script.py --output_dir DIR [--kill_at STEP] [--wait_at STEP] [--own] [--dropout X]`.
 
-Rank 1 ends itself with SIGKILL in that step of the first attempt. Rank 0 writes the sum of the weights to DIR/result.txt.
+transformers' Trainer, or with --own Stoker's. In the first attempt, rank 1 ends itself with SIGKILL in the step of --kill_at,
+or in that of --wait_at makes DIR/waiting and trains no further. Rank 0 writes the sum of the weights to DIR/result.txt.
 """
 
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hf"))
 
 import tiny
-from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers import HfArgumentParser
+
+if "--own" in sys.argv:
+    from stoker import Trainer, TrainingArguments
+else:
+    from transformers import Trainer, TrainingArguments
 
 parser = HfArgumentParser(TrainingArguments)
 parser.add_argument("--kill_at", type=int, default=-1)
+parser.add_argument("--wait_at", type=int, default=-1)
+parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--own", action="store_true")
 args, rest = parser.parse_args_into_dataclasses()
+waiting = Path(args.output_dir) / "waiting"
 
 
 class Killed(Trainer):
@@ -23,10 +34,13 @@ class Killed(Trainer):
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if args.process_index == 1 and first and self.state.global_step == rest.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if args.process_index == 1 and self.state.global_step == rest.wait_at and not waiting.exists():
+            waiting.touch()
+            time.sleep(60)
         return super().compute_loss(*positional, **named)
 
 
-trainer = Killed(tiny.tiny_model(), args, data_collator=tiny.pad, train_dataset=tiny.TinyData())
+trainer = Killed(tiny.tiny_model(dropout=rest.dropout), args, data_collator=tiny.pad, train_dataset=tiny.TinyData())
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 if trainer.is_world_process_zero():
     total = sum(float(p.detach().double().sum()) for p in trainer.model.parameters())

@@ -42,7 +42,7 @@ class Recorder:
     def _on(self) -> bool:
         return bool(self.trainer.args.should_save)
 
-    def begin(self, checkpoint: Path | None) -> None:
+    def begin(self, checkpoint: Path | None, start: dict[str, Any]) -> None:
         if not self._on:
             return
         if checkpoint is None:
@@ -58,6 +58,7 @@ class Recorder:
             },
             "machine": _machine_facts(),
             "arguments": _arguments(self.trainer.args),
+            **start,
         }
         self.log.write("start", **{**facts, **self.task})
 

@@ -32,7 +32,7 @@ from stoker.hf.distributed import Ranks, averages_own_loss
 from stoker.hf.interrupts import Interrupted, Interrupts
 from stoker.hf.meter import Meter
 from stoker.hf.record import Recorder
-from stoker.hf.restart import checkpoint_to_go_on_from, times_restarted
+from stoker.hf.restart import Start, checkpoint_to_go_on_from, steps_that_keep_the_batch
 
 __all__ = ["NonFiniteLoss", "Trainer"]
 
@@ -215,11 +215,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
         folder = Path(self.args.output_dir)
         self._in_turn(lambda: checkpoints.tidy(folder))
-        checkpoint = self._after_restart(folder) or self._checkpoint_to_resume(folder, resume_from_checkpoint)
+        start = Start.read(folder)
+        checkpoint = self._after_restart(folder, start) or self._checkpoint_to_resume(folder, resume_from_checkpoint)
         self._meter = Meter.of(self.model, bf16=self.args.bf16) if self.model is not None else None
         if self._meter is not None:
             self._meter.padded_length = self.padded_length
-        self.recorder.begin(checkpoint)
+        self.recorder.begin(checkpoint, start.facts)
         try:
             with self._interrupts:
                 output = super().train(str(checkpoint) if checkpoint else None, *args, **named)
@@ -234,13 +235,31 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.ranks.train_ends()
             self._meter = None
 
-    def _after_restart(self, folder: Path) -> Path | None:
-        times = times_restarted()
-        checkpoint = checkpoint_to_go_on_from(folder) if times else None
-        if times and self.is_world_process_zero():
+    def _after_restart(self, folder: Path, start: Start) -> Path | None:
+        if not start.again:
+            return None
+        checkpoint = checkpoint_to_go_on_from(folder)
+        if self.is_world_process_zero():
             how = f"going on from {checkpoint}" if checkpoint else "no checkpoint of this run, so from the start"
-            log.warning("started again (%d) after a failure; %s", times, how)
+            why = f" ({start.times}) after a failure" if start.times else " because machines came or went"
+            log.warning("started again%s; %s", why, how)
+        if checkpoint is not None:
+            self._keep_the_batch(checkpoint)
+            self._say_what_differs(checkpoint)
         return checkpoint
+
+    def _keep_the_batch(self, checkpoint: Path) -> None:
+        """With other ranks than before, a step shall still take as many examples: then steps, epochs and rates mean the same."""
+        before = (resume.read(checkpoint) or {}).get("run", {})
+        args = self.args
+        if before.get("processes", args.world_size) == args.world_size:
+            return
+        steps = steps_that_keep_the_batch(before, args.per_device_train_batch_size, args.world_size)
+        if steps is not None:
+            args.gradient_accumulation_steps = steps
+        elif self.is_world_process_zero():
+            log.warning("the batch of %s cannot be divided among %d processes: steps take another number of examples now",
+                        checkpoint, args.world_size)  # fmt: skip
 
     def _checkpoint_to_resume(self, folder: Path, asked: str | bool | None) -> Path | None:
         if not asked:
@@ -250,12 +269,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             raise UserError(f"there is no checkpoint to resume from in {folder}")
         if reason := checkpoints.why_unusable(checkpoint):
             raise UserError(f"{checkpoint} cannot be resumed from: {reason}")
-        if self.model is not None:
-            changed = resume.check(checkpoint, resume.facts_of(self.model, self.train_dataset, self.args))
-            if changed and self.is_world_process_zero():
-                log.warning("%s is from a run that differs, so this is not its exact continuation: %s",
-                            checkpoint, "; ".join(changed))  # fmt: skip
+        self._say_what_differs(checkpoint)
         return checkpoint
+
+    def _say_what_differs(self, checkpoint: Path) -> None:
+        if self.model is None:
+            return
+        changed = resume.check(checkpoint, resume.facts_of(self.model, self.train_dataset, self.args))
+        if changed and self.is_world_process_zero():
+            log.warning("%s is from a run that differs, so this is not its exact continuation: %s",
+                        checkpoint, "; ".join(changed))  # fmt: skip
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from stoker.errors import UserError
 from stoker.hf import checkpoints
-from stoker.hf.restart import times_restarted
+from stoker.hf.restart import Start
 from stoker.hf.trainer import Trainer
 from stoker.tasks import memory
 from stoker.tasks.display import Display
@@ -119,7 +119,7 @@ def resume_point(job: Job) -> Path | None:
     folder, asked = Path(job.args.output_dir), job.args.resume_from_checkpoint
     if asked and str(asked).lower() not in {"true", "1", "yes"}:
         return Path(asked)
-    if getattr(job.args, "overwrite_output_dir", None) and not asked and not times_restarted():
+    if getattr(job.args, "overwrite_output_dir", None) and not asked and not Start.read(folder).again:
         for checkpoint in checkpoints.all_checkpoints(folder):
             checkpoints.remove(checkpoint)
         return None
