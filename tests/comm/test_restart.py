@@ -1,0 +1,64 @@
+"""Whether ranks were started again, where the agent's own count does not say so, and how they keep the batch."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.hf import restart
+from stoker.hf.restart import Start, steps_that_keep_the_batch
+
+RANK = {"TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def write(folder: Path, *entries: dict[str, Any]) -> None:
+    (folder / "run.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def start(agents: list[int], processes: list[int]) -> dict[str, Any]:
+    return {"kind": "start", "time": 1.0, "agents": agents, "processes": processes}
+
+
+def test_the_same_agent_with_other_ranks_is_a_new_start(tmp_path: Path) -> None:
+    now = Start.read(tmp_path, RANK)
+    assert not now.again
+    agents, processes = list(now.agents), list(now.processes)
+    assert now.facts == {"agents": agents, "processes": processes}
+    write(tmp_path, start([1, *agents], [2, 3]), {"kind": "step", "step": 1})
+    assert Start.read(tmp_path, RANK).again
+    write(tmp_path, start([1], [2, 3]))
+    assert not Start.read(tmp_path, RANK).again, "another launch"
+    write(tmp_path, start(agents, processes))
+    assert not Start.read(tmp_path, RANK).again, "a script that trains twice"
+    write(tmp_path, start(agents, [2]), {"kind": "end", "reason": "finished"})
+    assert not Start.read(tmp_path, RANK).again, "that run was over"
+    assert Start.read(tmp_path, {**RANK, "TORCHELASTIC_RESTART_COUNT": "2"}).again
+    assert Start.read(tmp_path, {}) == Start()
+
+
+def test_the_agent_is_found_above_what_a_rank_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and their children have the agent's variables in their environment, the agent has not."""
+    import subprocess
+    import sys
+
+    code = "from stoker.hf import restart; import os; print(restart._agent(os.getpid()))"
+    words = ["sh", "-c", f'{sys.executable} -c "$1"; true', "sh", code]
+    done = subprocess.run(words, env={**os.environ, **RANK}, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == os.getpid()
+    assert restart._identity(os.getpid()) != restart._identity(os.getppid())
+
+
+@pytest.mark.parametrize(
+    ("before", "processes", "steps"),
+    [((4, 1, 2), 1, 2), ((4, 2, 1), 2, 1), ((4, 1, 4), 3, None), ((4, 3, 2), 6, 1), ((4, 1, 1), 2, None)],
+)
+def test_other_ranks_take_as_many_examples_where_they_can(
+    before: tuple[int, int, int], processes: int, steps: int | None
+) -> None:
+    run = dict(zip(("batch size", "gradient accumulation", "processes"), before, strict=True))
+    assert steps_that_keep_the_batch(run, 4, processes) == steps
+    assert steps_that_keep_the_batch({**run, "tokens per batch": 100}, 4, processes) is None
