@@ -38,6 +38,7 @@ with fewer meetings of all ranks is the safer, because each waits for the slowes
 
 _LENGTHS_READ = 50_000  # rows of a data set that does not know its lengths; reading more would delay the first step
 _SLOW_SHARE, _SLOW_STEPS, _SLOW_TIME = 0.8, 10, 0.1  # the others waited for one rank: in so many steps, for so much
+_SLOW_MEETINGS = 3  # fewer may be chance; with local SGD ranks meet every K steps only
 
 
 class Ranks:
@@ -191,21 +192,24 @@ class Ranks:
         last = self.trainer.state.global_step
         rows = [[last - len(steps) + 1 + i, one.slowest, *one.waited] for i, one in enumerate(steps)]
         self.trainer.recorder.write("waits", step=last, seconds=round(seconds, 4), rows=rows)
-        slowest, times = Counter(one.slowest for one in steps).most_common(1)[0]
-        lost = sum(sum(one.waited) for one in steps) / len(steps) / len(steps[0].waited)
-        self._complain(slowest, times, steps, seconds)
+        met = [one for one in steps if one.longest]  # between the averages of local SGD nobody waits for anybody
+        if not met:
+            return {"waited": 0.0}
+        slowest, times = Counter(one.slowest for one in met).most_common(1)[0]
+        lost = sum(sum(one.waited) for one in met) / len(steps) / len(steps[0].waited)
+        self._complain(slowest, times, met, len(steps), seconds)
         return {"waited": round(lost, 4), "waited_for_rank": slowest}
 
-    def _complain(self, slowest: int, times: int, steps: list[StepWait], seconds: float) -> None:
-        longest = sum(one.longest for one in steps) / len(steps)
-        many = len(steps) >= _SLOW_STEPS and times >= _SLOW_SHARE * len(steps)
+    def _complain(self, slowest: int, times: int, met: list[StepWait], steps: int, seconds: float) -> None:
+        longest = sum(one.longest for one in met) / steps
+        many = steps >= _SLOW_STEPS and len(met) >= _SLOW_MEETINGS and times >= _SLOW_SHARE * len(met)
         if not many or longest < _SLOW_TIME * seconds or slowest in self._said_slow:
             return
         self._said_slow.add(slowest)
         if self.trainer.is_world_process_zero():
             log.warning(
-                "rank %d holds the others up: they waited for it in %d of the last %d steps, up to %.2f s of %.2f s per step; "
-                "look at what else runs there", slowest, times, len(steps), longest, seconds,
+                "rank %d holds the others up: they waited for it at %d of the last %d meetings, on average %.2f s of %.2f s per "
+                "step; look at what else runs there", slowest, times, len(met), longest, seconds,
             )  # fmt: skip
 
     # Checkpoints

@@ -1,0 +1,44 @@
+"""What the log says of a slow rank: it is named where ranks meet, and nobody is named where they do not."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stoker.comm.waiting import verdicts
+from stoker.hf.distributed import Ranks
+
+
+def told(waits: list[list[float]], seconds: float = 0.3) -> dict[str, float]:
+    """What two ranks log after steps in which they waited so long."""
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(global_step=len(waits)),
+        recorder=SimpleNamespace(write=lambda *_, **__: None),
+        is_world_process_zero=lambda: True,
+    )
+    ranks = Ranks(trainer)
+    ranks._waiting = SimpleNamespace(take=lambda: verdicts(waits))  # type: ignore[assignment]
+    ranks._step_seconds = [seconds] * len(waits)
+    return ranks.told()
+
+
+def test_the_rank_that_local_sgd_waits_for_is_named_though_ranks_meet_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="stoker"):
+        found = told([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.2]] * 3)
+    assert found == {"waited": 0.1, "waited_for_rank": 1}
+    assert "rank 1 holds the others up: they waited for it at 3 of the last 3 meetings" in caplog.text
+
+
+def test_where_nobody_met_nobody_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="stoker"):
+        assert told([[0.0, 0.0]] * 12) == {"waited": 0.0}
+    assert not caplog.text
+
+
+def test_short_waits_are_no_reason_to_complain(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="stoker"):
+        assert told([[0.01, 0.0]] * 12)["waited_for_rank"] == 1
+    assert not caplog.text
