@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 
 import stoker
+from stoker.model import leaves
 
 
 def _optimized(family: str = "Bert", head: str = "QuestionAnswering", dropout: float = 0.0) -> nn.Module:
@@ -319,44 +320,42 @@ def test_torch_compile_runs_afterwards(family: str) -> None:
     torch.testing.assert_close(loss, expected)
 
 
-def _decoders() -> dict[str, nn.Module]:
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+_SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+_FUNNEL = {"block_sizes": [1, 1], "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+OUTSIDE_THE_TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", {**_SMALL, "num_key_value_heads": 2}),
+    "GPT2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}),
+    "Gemma": ("GemmaForCausalLM", "GemmaConfig", {**_SMALL, "num_key_value_heads": 2, "head_dim": 8}),
+    "T5": ("T5ForConditionalGeneration", "T5Config", {**_T5, "decoder_start_token_id": 0}),
+    "Longformer": ("LongformerForMaskedLM", "LongformerConfig", {**_SMALL, **_NO_DROPOUT, "attention_window": 8}),
+    "DeBERTa": (
+        "DebertaV2ForMaskedLM",
+        "DebertaV2Config",
+        {**_SMALL, **_NO_DROPOUT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    ),
+    "Funnel": ("FunnelForMaskedLM", "FunnelConfig", {**_FUNNEL, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
+}
+
+
+NO_KERNEL = {"GPT2": "8 x Conv1D", "Gemma": "5 x GemmaRMSNorm", "Funnel": "4 x FunnelRelMultiheadAttention"}
+
+
+def _outside_the_table(name: str) -> nn.Module:
+    model, config, settings = OUTSIDE_THE_TABLE[name]
+    made = getattr(transformers, config)(vocab_size=99, **settings)
+    for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "activation_dropout"):
+        if hasattr(made, dropout):
+            setattr(made, dropout, 0.0)
     torch.manual_seed(0)
-    return {
-        "Llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, num_key_value_heads=2, **small)),
-        "GPT2": transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=99,
-                n_embd=32,
-                n_layer=2,
-                n_head=4,
-                n_positions=64,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-            )
-        ),
-        "Gemma": transformers.GemmaForCausalLM(
-            transformers.GemmaConfig(vocab_size=99, num_key_value_heads=2, head_dim=8, **small)
-        ),
-        "T5": transformers.T5ForConditionalGeneration(
-            transformers.T5Config(
-                vocab_size=99,
-                d_model=32,
-                d_kv=8,
-                d_ff=64,
-                num_layers=2,
-                num_heads=4,
-                dropout_rate=0.0,
-                decoder_start_token_id=0,
-            )
-        ),
-    }
+    return getattr(transformers, model)(made).train()
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma", "T5"])
-def test_a_family_that_is_not_in_the_table_trains_unchanged(name: str) -> None:
-    stock = _decoders()[name].train()
+@pytest.mark.parametrize("name", OUTSIDE_THE_TABLE)
+def test_a_family_that_is_not_in_the_table_trains_unchanged_and_the_report_says_what_was_left_out(name: str) -> None:
+    stock = _outside_the_table(name)
     model = stoker.optimize(copy.deepcopy(stock))
     ids = torch.randint(5, 99, (2, 12))
     mask = torch.ones_like(ids)
@@ -365,16 +364,13 @@ def test_a_family_that_is_not_in_the_table_trains_unchanged(name: str) -> None:
     model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
     tiny.assert_same_gradients(tiny.gradients(model), tiny.gradients(stock))
     told = stoker.report(model)
-    assert (
-        "padding, attention, fused layers",
-        "no row for this architecture in the table of families",
-    ) in told.left_alone
+    left = dict(told.left_alone)
+    assert "no family in the table (BERT, " in left.pop("padding, attention, fused layers")
+    assert set(left.values()) <= {"no kernel for this kind of module"}
+    assert NO_KERNEL[name] in left if name in NO_KERNEL else not left
     counts = {part: count for part, _, count in told.applied}
-    assert counts["layer norm" if name == "GPT2" else "linear"] > 2  # GPT-2's linears are a kind of their own
-    if name in ("Llama", "T5"):
-        assert "rms norm" in {part for part, _, _ in told.applied}
-    if name == "Gemma":
-        assert "rms norm" not in {part for part, _, _ in told.applied}, "Gemma's norm has another formula"
+    assert counts["layer norm in bf16" if name == "GPT2" else "linear"] > 2  # GPT-2's linears are a kind of their own
+    assert ("rms norm in fp32" in counts) == (name in ("Llama", "T5"))
 
 
 def test_plain_torch_models_get_what_applies() -> None:
@@ -389,12 +385,11 @@ def test_plain_torch_models_get_what_applies() -> None:
     tiny.assert_same_gradients(tiny.gradients(model), tiny.gradients(stock))
     assert {part for part, _, _ in stoker.report(model).applied} == {
         "embedding",
-        "layer norm",
+        "layer norm in bf16",
         "linear",
         "activation",
-        "dropout",
-    }
-    assert [what for what, _ in stoker.report(model).left_alone] == ["padding, attention, fused layers", "Conv1d"]
+    }  # and no dropout: its probability is zero
+    assert [what for what, _ in stoker.report(model).left_alone] == ["padding, attention, fused layers", "1 x Conv1d"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -413,6 +408,66 @@ def test_the_report_reads_well_and_is_logged(caplog) -> None:
     assert text in caplog.text
     for word in ("BertForQuestionAnswering", "fused layer", "2 x BertLayer", "AdamW fused", "precision", "memory"):
         assert word in text
+
+
+LEAVES = (leaves.LeafLinear, leaves.LeafDropout, leaves.LeafLayerNorm, leaves.LeafEmbedding, leaves.LeafActivation)
+
+
+@pytest.mark.parametrize("head", ["QuestionAnswering", "SequenceClassification", "MaskedLM"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_report_counts_the_single_modules_that_a_training_step_calls(
+    family: str, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: dict[str, set[nn.Module]] = {}
+    for leaf in LEAVES:
+
+        def forward(self: Any, *args: Any, stock: Any = leaf.forward, part: str = leaf.stoker_part) -> Any:
+            called.setdefault(part if type(self).stoker_part == part else "a head's own", set()).add(self)
+            return stock(self, *args)
+
+        monkeypatch.setattr(leaf, "forward", forward)
+    model = _optimized(family, head, dropout=0.1)
+    _loss(model, family, head).backward()
+    called.pop("a head's own", None)
+    reported = {
+        part: count for part, _, count in stoker.report(model).applied if part in {x.stoker_part for x in LEAVES}
+    }
+    assert reported == {part: len(modules) for part, modules in called.items()}
+
+
+def test_the_report_tells_fused_single_and_left_alone_apart() -> None:
+    model = _optimized(head="SequenceClassification", dropout=0.1)
+    assert stoker.report(model).applied == (
+        ("padding-free base model", "BertModel", 1),
+        ("fused embeddings", "BertEmbeddings", 1),
+        ("fused layer", "BertLayer", 2),
+        ("linear", "Linear", 2),  # pooler and classifier
+        ("dropout", "Dropout", 1),
+    )
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], lora_dropout=0.0))
+    assert ("linear", "Linear", 2 + 2 * 3) in stoker.report(wrapped).applied, "q, k and v are called for the sake of q"
+    assert stoker.report(wrapped).left_alone == (("4 x Linear", "newer than the last call of stoker.optimize"),)
+    assert stoker.report(stoker.optimize(wrapped)).left_alone == ()
+
+
+def test_the_report_says_what_was_switched_off_and_what_never_runs_fused() -> None:
+    model = tiny.model("Bert", "MaskedLM")
+    assert [why for _, why in stoker.report(model).left_alone] == [
+        "stoker.optimize was not called on this model, or was undone"
+    ]
+    for switches, left in (
+        ({"unpad": False}, ("padding", "unpad=False")),
+        ({"fuse": False}, ("kernels", "fuse=False")),
+        ({"fuse_loss": False}, ("masked-LM loss", "fuse_loss=False")),
+        ({"level": "O0"}, ("everything but memory and optimizer", "unpad=False and fuse=False")),
+    ):
+        assert stoker.report(stoker.optimize(model, **switches)).left_alone == (left,)
+    config = transformers.BertConfig(vocab_size=99, **_SMALL, is_decoder=True)
+    told = stoker.report(stoker.optimize(transformers.BertLMHeadModel(config)))
+    assert told.left_alone == (("every call of BertModel", "the model is a decoder"),)
+    assert "fused layer" not in {part for part, _, _ in told.applied}
+    assert ("linear", "Linear", 14) in told.applied
 
 
 IPEX = {

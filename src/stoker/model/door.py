@@ -20,7 +20,7 @@ from stoker.model.families import Family, find, transformers_major
 from stoker.model.sequences import Sequences, read_mask, serving
 from stoker.model.swap import Optimized, child, named, stock_class, transformed, unhooked
 
-__all__ = ["Door", "stock_calls"]
+__all__ = ["Door", "always_stock", "stock_calls"]
 
 log = logging.getLogger("stoker")
 
@@ -173,3 +173,8 @@ def _tell(door: nn.Module, reason: str) -> None:
 def stock_calls(door: nn.Module) -> tuple[str, ...]:
     """The reasons for which calls of this door ran as stock does, so far."""
     return tuple(_STOCK_CALLS.get(door, ()))
+
+
+def always_stock(door: Door) -> str | None:
+    """The reason for which every call of this door runs as stock does, if there is one."""
+    return _why_stock(door, door.stoker_row, {"input_ids": None})

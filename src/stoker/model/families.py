@@ -16,7 +16,7 @@ from torch import nn
 
 from stoker.model.swap import cached, stock_class
 
-__all__ = ["FAMILIES", "Family", "MaskedLM", "Role", "find", "transformers_major"]
+__all__ = ["FAMILIES", "Family", "MaskedLM", "Role", "find", "in_table", "transformers_major"]
 
 Role = Literal["base", "layer", "embeddings", "relative_bias", "question_answering", "masked_lm"]
 
@@ -109,9 +109,13 @@ class Family:
     """Path in the question-answering model to the module that gives start and end logits."""
     masked_lm: MaskedLM | None = None
 
+    def projections(self) -> tuple[str, ...]:
+        """The linear layers that give q, k and v."""
+        return (self.packed,) if self.packed else (self.query, self.key, self.value)
+
     def containers(self) -> tuple[str, ...]:
         """The modules inside a layer that hold the parts, which the fused layer never calls."""
-        paths = (self.packed or self.query, self.out, self.attention_norm, self.up, self.down, self.down_norm)
+        paths = (*self.projections(), self.out, self.attention_norm, self.up, self.down, self.down_norm)
         return tuple(dict.fromkeys(prefix for path in paths for prefix in _prefixes(path)))
 
 
@@ -292,10 +296,16 @@ FAMILIES: tuple[Family, ...] = (
 @cached
 def find(cls: type[nn.Module]) -> tuple[Family, Role] | None:
     """The table row and role of a class, if it is one of the table's or inherits its forward unchanged."""
+    found = in_table(cls)
+    return found if found is not None and found[0].since <= transformers_major() else None
+
+
+@cached
+def in_table(cls: type[nn.Module]) -> tuple[Family, Role] | None:
+    """As `find`, also if the row describes a later transformers than this."""
     cls = stock_class(cls)
     owner = next(ancestor for ancestor in cls.__mro__ if "forward" in ancestor.__dict__)
-    found = _BY_CLASS.get((owner.__module__, owner.__qualname__))
-    return found if found is not None and found[0].since <= transformers_major() else None
+    return _BY_CLASS.get((owner.__module__, owner.__qualname__))
 
 
 @cached

@@ -61,6 +61,14 @@ class MaskedLMModel(Optimized):
     stoker_part = "masked-LM loss"
     stoker_model = True
 
+    def stoker_read(self) -> list[nn.Module]:
+        """The modules whose weights a training step reads in place of calling them; none if the head is not plain."""
+        head: MaskedLM | None = self.stoker_row.masked_lm
+        if head is None or getattr(self.config, "sparse_prediction", False) or not _is_plain(self, head):
+            return []
+        paths = (head.dense, head.decoder, *([head.activation] if head.activation else []))
+        return [child(self, path) for path in paths]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = named(self, args, kwargs)
         labelled = self._labelled(call)

@@ -30,6 +30,10 @@ class FusedLayer(Optimized):
 
     stoker_part = "fused layer"
 
+    def stoker_called(self) -> list[nn.Module]:
+        """The modules inside that run on their own."""
+        return _Parts(self, self.stoker_row, self.stoker_settings.fuse).called()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # As an argument, because activation checkpointing runs the layer again when the door has long been left.
         if (sequences := current()) is not None:
@@ -71,7 +75,7 @@ def _pre_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, An
 
 def _attend(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
     row, layer = m.row, m.layer
-    qkv = m.side_by_side((row.packed,) if row.packed else (row.query, row.key, row.value), x_TH)
+    qkv = m.side_by_side(row.projections(), x_TH)
     dropout_p = child(layer, row.attention_dropout)
     window = row.window(layer) if row.window else None
     rotary = extra.get(row.rotary) if row.rotary else None
@@ -118,10 +122,9 @@ class _Parts:
 
     def side_by_side(self, paths: tuple[str, ...], x: Tensor) -> Tensor:
         modules = [child(self.layer, path) for path in paths]
-        if self.fuse and all(plain(module, nn.Linear) for module in modules):
+        if self.fuse and _alike(modules):
             biases = [module.bias for module in modules if module.bias is not None]
-            if len(biases) in (0, len(modules)):
-                return linear_packed(x, [module.weight for module in modules], biases)
+            return linear_packed(x, [module.weight for module in modules], biases)
         outputs = [_call(module, x) for module in modules]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
@@ -175,6 +178,29 @@ class _Parts:
             return None
         return float(module.p) if module.training else 0.0
 
+    def called(self) -> list[nn.Module]:
+        """The modules that are called, because reading their weights would not do; the others the fused layer passes by."""
+        row = self.row
+        qkv = [child(self.layer, path) for path in row.projections()]
+        called = [] if _alike(qkv) else qkv
+        linears = [child(self.layer, path) for path in (row.out, row.up, row.down)]
+        called += [module for module in linears if not plain(module, nn.Linear)]
+        # a norm is read together with the dropout before it
+        before = (None, row.out_dropout) if row.pre_norm else (row.out_dropout, row.down_dropout)
+        for path, drop in zip((row.attention_norm, row.down_norm), before, strict=True):
+            norm = child(self.layer, path)
+            called += [] if plain(norm, nn.LayerNorm) and self.probability(drop) is not None else [norm]
+        dropouts = (row.out_dropout, row.inner_dropout, row.down_dropout)
+        called += [child(self.layer, path) for path in dropouts if path and self.probability(path) is None]
+        activation = child(self.layer, row.activation)
+        called += [activation] if activation_kind(activation) is None and isinstance(activation, nn.Module) else []
+        return called
+
+
+def _alike(modules: list[Any]) -> bool:
+    """Whether the weights of these linear layers can be read side by side: all plain, with a bias each or none."""
+    return all(plain(module, nn.Linear) for module in modules) and len({m.bias is None for m in modules}) == 1
+
 
 def _call(module: nn.Module, x: Tensor) -> Tensor:
     """Calls a module that is not Stoker's in the type of its parameters, which need not be that of the activations."""
@@ -188,6 +214,10 @@ class FusedEmbeddings(Optimized):
     """Override of the embeddings: word + position + type, norm and dropout in one pass."""
 
     stoker_part = "fused embeddings"
+
+    def stoker_called(self) -> list[nn.Module]:
+        """The modules inside that run on their own: none, or all if one of them cannot be read."""
+        return [] if self._readable() else list(self.children())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = named(self, args, kwargs)
@@ -218,19 +248,20 @@ class FusedEmbeddings(Optimized):
         row: Family = self.stoker_row
         if "input_ids" not in call or "inputs_embeds" in call or call.get("past_key_values_length"):
             return False
-        if row.position is not None and "position_ids" not in call:
-            return False
-        tables = [child(self, path) for path in (row.word, row.position, row.token_type) if path is not None]
-        if not all(plain(table, nn.Embedding) and _simple(table) for table in tables):
-            return False
-        if not plain(child(self, row.embedding_norm), nn.LayerNorm):
-            return False
-        if not plain(child(self, row.embedding_dropout), nn.Dropout):
+        if (row.position is not None and "position_ids" not in call) or not self._readable():
             return False
         # The kernel knows the padding index of the word table only. RoBERTa's position table has one too, which matters
         # when a padding token counts as real.
         padding = child(self, row.position).padding_idx if row.position else None
         return padding is None or not bool((call["position_ids"] == padding).any())
+
+    def _readable(self) -> bool:
+        row: Family = self.stoker_row
+        tables = [child(self, path) for path in (row.word, row.position, row.token_type) if path is not None]
+        if not all(plain(table, nn.Embedding) and _simple(table) for table in tables):
+            return False
+        norm, drop = child(self, row.embedding_norm), child(self, row.embedding_dropout)
+        return plain(norm, nn.LayerNorm) and plain(drop, nn.Dropout)
 
 
 def _simple(table: Any) -> bool:

@@ -19,7 +19,7 @@ from stoker.kernels.linear import linear
 from stoker.kernels.norm import layer_norm, rms_norm
 from stoker.model.swap import Optimized, Settings, stock_class, swap, transformed
 
-__all__ = ["activation_kind", "swap_leaf"]
+__all__ = ["LeafDropout", "activation_kind", "kernel_for", "swap_leaf"]
 
 # Below these a call through the native kernel's autograd (tens of microseconds) costs more than it saves.
 SMALL_ELEMENTS = 1 << 14
@@ -30,13 +30,14 @@ _TYPES = (torch.float32, torch.bfloat16)
 
 def swap_leaf(module: nn.Module, settings: Settings) -> bool:
     """Swaps `module` if it is a leaf with a kernel; True if it did."""
-    override = _override(module)
+    override = kernel_for(module)
     if override is not None:
         swap(module, override, settings)
     return override is not None
 
 
-def _override(module: nn.Module) -> type[Optimized] | None:
+def kernel_for(module: nn.Module) -> type[Optimized] | None:
+    """The override for a leaf, None if there is none."""
     cls = type(module)
     if cls is nn.Linear:
         return LeafLinear
@@ -98,7 +99,7 @@ class LeafDropout(Optimized):
 
 
 class LeafLayerNorm(Optimized):
-    stoker_part = "layer norm"
+    stoker_part = "layer norm in bf16"
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -174,7 +175,7 @@ def activation_kind(module: Any) -> str | None:
 
 
 class LeafRMSNorm(Optimized):
-    stoker_part = "rms norm"
+    stoker_part = "rms norm in fp32"
 
     weight: nn.Parameter
 

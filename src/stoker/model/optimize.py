@@ -98,6 +98,7 @@ def optimize(
         else optimizers.fuse(optimizer, _sparse_tables(model))
         if fuse_update_step
         else "left alone, as asked",
+        switches=settings,
     )
     note(model, notes)
     log.info("%s", report(model))

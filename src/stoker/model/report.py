@@ -1,17 +1,24 @@
-"""What `optimize` did to a model, what it left alone, and why: read off the modules as they are now."""
+"""What `optimize` did to a model, what it left alone, and why: read off the modules as they are now.
+
+Only what a training step runs is counted. A fused layer reads the weights of the modules inside it in place of calling them,
+so those are part of it, and a linear layer or a norm is listed where it runs on its own.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from stoker.model.door import Door, stock_calls
-from stoker.model.families import find
-from stoker.model.layer import FusedLayer
-from stoker.model.swap import Optimized, stock_class
+from stoker.model.door import Door, always_stock, stock_calls
+from stoker.model.families import FAMILIES, find, in_table
+from stoker.model.heads import MaskedLMModel, QuestionAnsweringModel, SpanLogits
+from stoker.model.layer import FusedEmbeddings, FusedLayer, RelativeBias
+from stoker.model.leaves import LeafDropout, kernel_for
+from stoker.model.swap import Optimized, Settings, stock_class
 
 __all__ = ["Notes", "Report", "forget", "note", "report"]
 
@@ -20,9 +27,10 @@ __all__ = ["Notes", "Report", "forget", "note", "report"]
 class Notes:
     """What cannot be read off the modules."""
 
-    precision: str
-    memory: str
-    optimizer: str
+    precision: str = ""
+    memory: str = ""
+    optimizer: str = ""
+    switches: Settings | None = None
 
 
 _NOTES: WeakKeyDictionary[nn.Module, Notes] = WeakKeyDictionary()
@@ -36,7 +44,7 @@ def note(model: nn.Module, notes: Notes) -> None:
 def forget(model: nn.Module, *, optimizer: bool) -> None:
     """Drops the notes that a restored model no longer bears out; the one on the optimizer only if it was restored too."""
     if (notes := _NOTES.get(model)) is not None:
-        _NOTES[model] = Notes("", notes.memory, "" if optimizer else notes.optimizer)
+        _NOTES[model] = Notes(memory=notes.memory, optimizer="" if optimizer else notes.optimizer)
 
 
 @dataclass(frozen=True)
@@ -63,31 +71,108 @@ class Report:
 
 def report(model: nn.Module) -> Report:
     """What `stoker.optimize` applied to `model`, what it left alone, and why. `print` shows it as a table."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for module in model.modules():
-        if isinstance(module, Optimized):
-            counts[type(module).stoker_part, stock_class(type(module)).__name__] += 1
-    notes = _NOTES.get(model, Notes("", "", ""))
+    running = list(_running(model, any(_open(module) for module in model.modules())))
+    counts = Counter(
+        (_part(module), stock_class(type(module)).__name__) for module in running if isinstance(module, Optimized)
+    )
+    notes = _NOTES.get(model, Notes())
+    switches = notes.switches or next((m.stoker_settings for m in model.modules() if isinstance(m, Optimized)), None)
     return Report(
         model=stock_class(type(model)).__name__,
         applied=tuple((part, cls, count) for (part, cls), count in counts.items()),
-        left_alone=tuple(dict.fromkeys(_left_alone(model))),
+        left_alone=tuple(_left_alone(model, running, switches)),
         precision=notes.precision,
         memory=notes.memory,
         optimizer=notes.optimizer,
     )
 
 
-def _left_alone(model: nn.Module) -> list[tuple[str, str]]:
-    modules = list(model.modules())
-    left: list[tuple[str, str]] = []
-    if not any(isinstance(module, FusedLayer) for module in modules):
-        known = any(find(type(module)) for module in modules)
-        why = "switched off, or not optimised" if known else "no row for this architecture in the table of families"
-        left.append(("padding, attention, fused layers", why))
-    for module in modules:
-        if isinstance(module, Door):
-            left += [(f"a call of {stock_class(type(module)).__name__}", reason) for reason in stock_calls(module)]
-        elif not isinstance(module, Optimized) and not list(module.children()) and list(module.parameters(False)):
-            left.append((type(module).__name__, "no kernel for this kind of module, or switched off"))
-    return left
+def _open(module: nn.Module) -> bool:
+    return isinstance(module, Door) and always_stock(module) is None
+
+
+def _running(module: nn.Module, door: bool, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """`module` and those inside it that a training step runs, each once. `door`: whether a base model is padding-free."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    inside: list[nn.Module] = list(module.children())
+    runs = True
+    if isinstance(module, Door):
+        runs = door = _open(module)
+    elif isinstance(module, (FusedLayer, FusedEmbeddings)):
+        inside = module.stoker_called() if door else inside
+        runs = door and not (isinstance(module, FusedEmbeddings) and inside)
+    elif isinstance(module, (RelativeBias, QuestionAnsweringModel, SpanLogits)):
+        runs = door
+    elif isinstance(module, MaskedLMModel):
+        read = module.stoker_read()
+        seen.update(read)
+        runs = bool(read)
+    elif isinstance(module, LeafDropout):
+        runs = module.p > 0.0
+    if runs:
+        yield module
+    for one in inside:
+        yield from _running(one, door, seen)
+
+
+def _part(module: Optimized) -> str:
+    if isinstance(module, Door) and not module.stoker_settings.unpad:
+        return "base model"
+    if isinstance(module, FusedLayer) and not module.stoker_settings.fuse:
+        return "attention over sequences"
+    return module.stoker_part
+
+
+def _left_alone(model: nn.Module, running: list[nn.Module], switches: Settings | None) -> Iterator[tuple[str, str]]:
+    if switches is None:
+        yield "everything", "stoker.optimize was not called on this model, or was undone"
+        return
+    if not switches.unpad and not switches.fuse:
+        yield "everything but memory and optimizer", "unpad=False and fuse=False"
+        return
+    yield from _whole_parts(model, switches)
+    why = {}
+    for module in running:
+        if not isinstance(module, Optimized) and (switches.fuse or kernel_for(module) is None) and _computes(module):
+            missing = kernel_for(module) is None
+            why[module] = (
+                "no kernel for this kind of module" if missing else "newer than the last call of stoker.optimize"
+            )
+    for (cls, reason), count in Counter((type(module).__name__, reason) for module, reason in why.items()).items():
+        yield f"{count} x {cls}", reason
+
+
+def _whole_parts(model: nn.Module, switches: Settings) -> Iterator[tuple[str, str]]:
+    doors = [module for module in model.modules() if isinstance(module, Door)]
+    if not doors:
+        yield "padding, attention, fused layers", _why_no_door(model)
+    for door in doors:
+        name, always = stock_class(type(door)).__name__, always_stock(door)
+        if always is not None:
+            yield f"every call of {name}", always
+        yield from ((f"a call of {name}", reason) for reason in stock_calls(door) if reason != always)
+    if doors and not switches.unpad:
+        yield "padding", "unpad=False"
+    if not switches.fuse:
+        yield "kernels", "fuse=False"
+    if not switches.fuse_loss and any((row := find(type(m))) and row[1] == "masked_lm" for m in model.modules()):
+        yield "masked-LM loss", "fuse_loss=False"
+
+
+def _why_no_door(model: nn.Module) -> str:
+    known = next((found[0] for module in model.modules() if (found := in_table(type(module)))), None)
+    if known is None:
+        families = ", ".join(family.name for family in FAMILIES)
+        return f"{type(model).__name__} is of no family in the table ({families}); they run as stock does"
+    if find_row := next((found[0] for module in model.modules() if (found := find(type(module)))), None):
+        return f"layers of {find_row.name} without its base model run as stock does"
+    return f"{known.name} runs as stock does before transformers {known.since}"
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether a module has weights of its own to multiply or look up, and does not only pass them on to others."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and (not list(module.children()) or any(parameter.dim() > 1 for parameter in own))
