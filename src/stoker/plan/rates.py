@@ -62,6 +62,8 @@ def measure_node(
 
     def measure() -> dict[str, float]:
         say(f"measuring a step of {subject.model}, {batch} rows, {processes} process{'es' * (processes > 1)}")
+        if processes > 1 and not _compiled():
+            say("the ccl backend is compiled first, once: about a minute")
         shares = [cpus[rank * each : (rank + 1) * each] for rank in range(processes)]
         found = _run("step", shares, "ccl", subject=asdict(subject), batch=batch, rounds=3)
         return {**found[0], "step": max(one["step"] for one in found)}
@@ -71,6 +73,12 @@ def measure_node(
         step=found["step"], processes=processes, parameters=int(found["parameters"]), last=found["last"],
         collectives=collectives, cores=len(cpus),
     )  # fmt: skip
+
+
+def _compiled() -> bool:
+    """Whether a ccl backend lies in the cache; which torch it was made for is not looked at, for that means loading torch."""
+    directory = cache_directory.cache_directory()
+    return directory is not None and any(directory.glob("stoker_ccl-*.so"))
 
 
 def usable_cores() -> list[int]:
