@@ -56,6 +56,7 @@ def test_a_run_leaves_model_metrics_predictions_card_log_and_report(trained: Pat
     assert {"eval_f1", "eval_exact_match", "train_loss"} <= set(results)
     card = (trained / "README.md").read_text()
     assert 'pipeline_tag: "question-answering"' in card
+    assert "base_model" not in card  # a folder is no name on the hub
     assert "stoker train qa" in (trained / "run.jsonl").read_text()
 
 
@@ -113,6 +114,13 @@ def test_ask_answers_from_a_file_with_score_and_sentence(
     assert 0 < answer["score"] <= 1
     assert main(["ask", "--model", str(trained), "--file", str(text), "--question", "Who founded it?"]) == 0
     assert "score" in capsys.readouterr().out
+
+
+def test_evaluating_in_a_runs_folder_leaves_its_log_alone(trained: Path, bert: Path, squad: Path) -> None:
+    before = (trained / "run.jsonl").read_bytes()
+    command = [word for word in qa_command(bert, squad, trained) if word not in {"--do_train", "--do_predict"}]
+    assert main(command) == 0
+    assert (trained / "run.jsonl").read_bytes() == before
 
 
 def test_the_same_command_again_goes_on_where_it_stopped(

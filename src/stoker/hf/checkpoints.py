@@ -17,6 +17,7 @@ from pathlib import Path
 
 __all__ = [
     "all_checkpoints",
+    "disk_full_sentence",
     "disk_is_full",
     "last_good",
     "publish",
@@ -193,3 +194,14 @@ def disk_is_full(error: BaseException, folder: Path, needed: int) -> bool:
             return shutil.disk_usage(folder).free < needed
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def disk_full_sentence(folder: Path, target: Path) -> str:
+    """What was not written, and what is kept."""
+    free = shutil.disk_usage(folder).free / 1e6
+    last = last_good(folder)
+    kept = f"{last} is the last good checkpoint, and whole" if last else "there is no earlier checkpoint"
+    return (
+        f"the disk of {folder} is full ({free:,.0f} MB left): {target.name} could not be written; {kept}. "
+        "Make room, or use --save_total_limit, then resume"
+    )

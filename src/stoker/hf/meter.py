@@ -56,6 +56,8 @@ class Meter:
     """Operations per second that the machine was measured to reach; None if it was not measured."""
     padded_length: int | None = None
     """Length to which stock would pad every row; None: the longest of the batch."""
+    computes_padding: bool = False
+    """The model was left as it is, so that no padding is avoided."""
     tokens: int = 0
     padded: int = 0
     rows: int = 0
@@ -117,8 +119,9 @@ class Meter:
             figures = {
                 "tokens_per_second": round(self.tokens / seconds, 1),
                 "samples_per_second": round(self.rows / seconds, 2),
-                "padding_avoided": round(1.0 - self.tokens / max(self.padded, 1), 4),
             }
+            if not self.computes_padding:
+                figures["padding_avoided"] = round(1.0 - self.tokens / max(self.padded, 1), 4)
             figures |= self._share(self.flops / seconds)
             known_phases = sum(value for name, value in self.phases.items() if name != "rest")
             self.phases["rest"] = max(seconds - known_phases, 0.0)

@@ -37,12 +37,15 @@ class Recorder:
         self.log = RunLog(trainer.args.output_dir)
         self.task: dict[str, Any] = {}
         """What the task knows of itself: name, model, command; part of the start entry."""
+        self._begun = False
 
     @property
     def _on(self) -> bool:
-        return bool(self.trainer.args.should_save)
+        # Evaluating alone is no run: its scores would be taken for those of the run whose log is in the folder.
+        return bool(self.trainer.args.should_save) and self._begun
 
     def begin(self, checkpoint: Path | None, start: dict[str, Any]) -> None:
+        self._begun = True
         if not self._on:
             return
         if checkpoint is None:

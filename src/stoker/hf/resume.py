@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import nn
 
 from stoker.errors import UserError
 
-__all__ = ["NAME", "check", "facts_of", "read", "write"]
+__all__ = ["NAME", "check", "command_of_script", "facts_of", "read", "write"]
 
 NAME = "stoker_run.json"
 _ORDER = {
@@ -106,3 +108,13 @@ def _differences(before: dict[str, Any], now: dict[str, Any], hide: tuple[str, .
         for name in now
         if name not in hide and name in before and before[name] != now[name]
     ]
+
+
+def command_of_script(checkpoint: Path) -> str:
+    """How to go on with a script of the user's: its own command line if that can say so, else the line of Python."""
+    if any(word.startswith("--output_dir") for word in sys.argv):
+        words = [sys.executable, *sys.argv]
+        if "--resume_from_checkpoint" not in words:
+            words += ["--resume_from_checkpoint", str(checkpoint)]
+        return shlex.join(words)
+    return f'trainer.train(resume_from_checkpoint="{checkpoint}")'

@@ -144,7 +144,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.ranks.backward_ended()
         meter.phases["backward"] += time.perf_counter() - begin - (meter.phases["forward"] - forward)
         if getattr(self.args, "stop_on_nan", True) and not bool(torch.isfinite(loss).all()):
-            raise NonFiniteLoss(self._nan_sentence(f"the loss is {loss.mean().item()}"))
+            where = f"at step {self.state.global_step + 1}{self._examples_in_words()}"
+            raise NonFiniteLoss(self._nan_sentence(f"the loss is {loss.mean().item()} {where}"))
         self._micro_step += 1
         return loss
 
@@ -165,14 +166,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return self.ranks.loss_weight(self._epoch_and_position(len(self.ranks.balanced))[1])
 
     def _nan_sentence(self, finding: str) -> str:
-        step = self.state.global_step + 1
-        ids = self._current_examples()
-        examples = f" (examples {', '.join(ids[:8])}{', ...' if len(ids) > 8 else ''})" if ids else ""
         last = checkpoints.last_good(Path(self._get_output_dir(None)))
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written"
-        return (
-            f"{finding} at step {step}{examples}; nothing of that step was saved, {kept}; try a lower --learning_rate"
-        )
+        return f"{finding}; nothing of that step was saved, {kept}; try a lower --learning_rate"
+
+    def _examples_in_words(self) -> str:
+        ids = self._current_examples()
+        return f" (examples {', '.join(ids[:8])}{', ...' if len(ids) > 8 else ''})" if ids else ""
 
     def _current_examples(self) -> list[str]:
         """The ids of the examples in the batch being computed, found by going through the sampler again."""
@@ -220,6 +220,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._meter = Meter.of(self.model, bf16=self.args.bf16) if self.model is not None else None
         if self._meter is not None:
             self._meter.padded_length = self.padded_length
+            self._meter.computes_padding = getattr(self.args, "use_ipex", None) is False
         self.recorder.begin(checkpoint, start.facts)
         try:
             with self._interrupts:
@@ -294,7 +295,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         begin = time.perf_counter()
         if getattr(self.args, "stop_on_nan", True) and not _finite(self.model):
-            raise NonFiniteLoss(self._nan_sentence("the weights are no longer finite"))
+            raise NonFiniteLoss(
+                self._nan_sentence(f"the weights are no longer finite after step {self.state.global_step}")
+            )
         folder = Path(self._get_output_dir(trial))
         target = folder / f"checkpoint-{self.state.global_step}"
         staged = checkpoints.staging(folder, self.state.global_step)
@@ -307,7 +310,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
             shutil.rmtree(staged, ignore_errors=True)
             if full:
-                raise UserError(_disk_full_sentence(folder, target)) from None
+                raise UserError(checkpoints.disk_full_sentence(folder, target)) from None
             raise
         finally:
             self._staged = None
@@ -363,7 +366,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             checkpoints.put_in_place(folder, lambda beside: super(Trainer, self).save_model(str(beside), True))
         except Exception as error:
             if checkpoints.disk_is_full(error, folder, _checkpoint_bytes(self.model)):
-                raise UserError(_disk_full_sentence(folder, folder / "model.safetensors")) from None
+                raise UserError(checkpoints.disk_full_sentence(folder, folder / "model.safetensors")) from None
             raise
         if self.args.push_to_hub:
             super().save_model(output_dir, _internal_call)
@@ -375,7 +378,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         assert received is not None
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         if self.is_world_process_zero():
-            command = _command_of_script(checkpoint)
+            command = resume.command_of_script(checkpoint)
             if self.resume_command:
                 command = f"{self.resume_command} --resume_from_checkpoint {shlex.quote(str(checkpoint))}"
             print(
@@ -490,22 +493,3 @@ def _checkpoint_bytes(model: nn.Module) -> int:
 def _finite(model: nn.Module) -> bool:
     # A sum is not finite if one of its terms is not; it reads each weight once and keeps nothing.
     return bool(np.isfinite(sum(float(p.detach().float().sum()) for p in model.parameters() if p.requires_grad)))
-
-
-def _disk_full_sentence(folder: Path, target: Path) -> str:
-    free = shutil.disk_usage(folder).free / 1e6
-    last = checkpoints.last_good(folder)
-    kept = f"{last} is the last good checkpoint, and whole" if last else "there is no earlier checkpoint"
-    return (
-        f"the disk of {folder} is full ({free:,.0f} MB left): {target.name} could not be written; {kept}. "
-        "Make room, or use --save_total_limit, then resume"
-    )
-
-
-def _command_of_script(checkpoint: Path) -> str:
-    if any(word.startswith("--output_dir") for word in sys.argv):
-        words = [sys.executable, *sys.argv]
-        if "--resume_from_checkpoint" not in words:
-            words += ["--resume_from_checkpoint", str(checkpoint)]
-        return shlex.join(words)
-    return f'trainer.train(resume_from_checkpoint="{checkpoint}")'

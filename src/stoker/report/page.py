@@ -40,7 +40,7 @@ def render(run: Run) -> str:
     plots = [
         (scores_plot(run), "On data that was not trained on."),
         (loss_plot(run), "The bold line is a running mean."),
-        (throughput_plot(run), "Real tokens only; padding is not counted, because it is not computed."),
+        (throughput_plot(run), "Real tokens only; padding is not counted."),
         (lengths_plot(run), "The shaded part is what padding would add to the average row."),
         (phases_plot(run), ""),
         (waits_plot(run), "All ranks meet once per step; whoever comes last makes the others wait."),
@@ -129,7 +129,8 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         tiles.append((f"{_median(run, 'tokens_per_second'):,.0f}", "tokens per second"))
         if any("share_of_peak" in one for one in run.steps):
             tiles.append((f"{_median(run, 'share_of_peak'):.0%}", "of the machine's peak"))
-        tiles.append((f"{_median(run, 'padding_avoided'):.0%}", "padding avoided"))
+        if any("padding_avoided" in one for one in run.steps):
+            tiles.append((f"{_median(run, 'padding_avoided'):.0%}", "padding avoided"))
         steps = run.others.get("model", {}).get("steps")
         done = run.steps[-1]["step"]
         tiles.append((f"{done:,}", "steps" if not steps or done >= steps else f"of {steps:,} steps"))

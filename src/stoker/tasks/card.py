@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from typing import Any
 
@@ -49,7 +50,8 @@ def model_card(job: Any, trainer: Any, metrics: dict[str, Any], run: Run) -> str
     front = {
         "library_name": "transformers",
         "pipeline_tag": _PIPELINES[job.task],
-        "base_model": str(base),
+        # The hub takes its own names only, and refuses a card that names a folder of somebody's machine.
+        **({} if os.path.exists(base) else {"base_model": str(base)}),
         "tags": ["stoker", "generated_from_trainer"],
     }
     header = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
@@ -100,5 +102,7 @@ def _plain(value: Any) -> Any:
 
 
 def _set(args: Any, name: str) -> bool:
+    if name == "num_train_epochs" and args.max_steps > 0:  # which overrides it
+        return False
     value = getattr(args, name, None)
     return value not in (None, -1, False, 0, 0.0) or name == "seed"
