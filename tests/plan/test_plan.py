@@ -143,6 +143,7 @@ def test_the_plan_is_told_to_programs_too(capsys: pytest.CaptureFixture[str]) ->
     told = json.loads(capsys.readouterr().out)
     assert [row["nodes"] for row in told["nodes"]] == [1, 4]
     assert "--local_sgd" in told["nodes"][1]["advised"]["flags"]
+    assert told["nodes"][0]["advised"]["flags"] == ""
     assert told["nodes"][1]["cost"] > 0
     assert told["node"]["step"] == 1.9
 

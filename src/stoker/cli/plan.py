@@ -126,7 +126,7 @@ def _as_json(node: Node, network: Network, rows: list[Row], advice: list[str], o
     asked = {name: vars(options)[name] for name in ("model", "task", "batch", "length", "rows", "price")}
 
     def one(found: Prediction) -> dict[str, object]:
-        return {"step": found.step, "efficiency": found.efficiency, "flags": found.setup.words}
+        return {"step": found.step, "efficiency": found.efficiency, "flags": found.setup.flags}
 
     return {
         "asked": asked,

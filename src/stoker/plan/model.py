@@ -98,11 +98,14 @@ class Setup:
     bucket_mb: int = 100
 
     @property
-    def words(self) -> str:
-        """As flags."""
+    def flags(self) -> str:
         found = [f"--gradient_compression {self.compression}"] if self.compression != "none" else []
         found += [f"--local_sgd {self.local_sgd}"] if self.local_sgd else []
-        return " ".join(found) or "plain DDP"
+        return " ".join(found)
+
+    @property
+    def words(self) -> str:
+        return self.flags or "plain DDP"
 
 
 @dataclass(frozen=True)
