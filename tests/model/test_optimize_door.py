@@ -10,6 +10,7 @@ import tiny_models as tiny
 import torch
 
 import stoker
+from stoker.model import layer
 
 
 def _pair(family: str, head: str = "Model", dropout: float = 0.0):
@@ -224,6 +225,23 @@ def test_hooks_inside_a_layer_are_called() -> None:
     after = model(**full.inputs).last_hidden_state
     assert seen == ["attention.self.query", "intermediate.dense", "output.dense"]
     torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_no_mask_of_tokens_by_tokens_is_ever_made(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    stock = layer.FusedLayer.forward
+
+    def forward(self, *args, **kwargs):
+        masks = [kwargs.get("attention_mask"), *args[1:2]]  # second in every family's layer
+        seen.extend(mask.numel() for mask in masks if isinstance(mask, torch.Tensor))
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(layer.FusedLayer, "forward", forward)
+    model, full = stoker.optimize(tiny.model(family)), tiny.batch(family, "Model")
+    model(**full.inputs)
+    tokens = sum(end - start for start, end in full.spans)
+    assert all(numel <= tokens for numel in seen), (seen, tokens)
 
 
 def test_question_answering_leaves_padding_out_of_the_softmax_where_stock_counts_it() -> None:

@@ -28,6 +28,7 @@ CONFIGS = {
     "XLMRoberta": lambda: transformers.XLMRobertaConfig(**_ROBERTA),
     "Camembert": lambda: transformers.CamembertConfig(**_ROBERTA),
     "Electra": lambda: transformers.ElectraConfig(**_COMMON, embedding_size=24),
+    "RemBert": lambda: transformers.RemBertConfig(**_COMMON, input_embedding_size=24, output_embedding_size=20),
     "DistilBert": lambda: transformers.DistilBertConfig(
         vocab_size=VOCABULARY, dim=HIDDEN, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64
     ),
@@ -44,7 +45,7 @@ CONFIGS = {
 }
 FAMILIES = tuple(CONFIGS)
 HEADS = ("QuestionAnswering", "SequenceClassification", "TokenClassification", "MaskedLM", "MultipleChoice")
-TYPED = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "Albert")
+TYPED = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "RemBert", "Albert")
 DROPOUTS = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
@@ -95,7 +96,7 @@ def batch(
     family: str, head: str, side: str = "right", lengths: tuple[int, ...] = (7, 12, 1, 9), seed: int = 1
 ) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    padding = 0 if family in ("Bert", "Electra", "DistilBert", "Albert", "ModernBert") else 1
+    padding = 0 if family in ("Bert", "Electra", "RemBert", "DistilBert", "Albert", "ModernBert") else 1
     width, rows = max(lengths) + 2, len(lengths)
     ids = torch.full((rows, width), padding)
     mask = torch.zeros(rows, width, dtype=torch.long)

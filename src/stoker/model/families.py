@@ -185,6 +185,20 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
     _row(
+        "RemBERT",
+        "rembert.modeling_rembert",
+        "RemBert",
+        since=5,  # not tried with earlier ones
+        tuple_until=5,
+        pooler_slot_until=5,
+        masked_lm=MaskedLM(
+            dense="cls.predictions.dense",
+            activation="cls.predictions.activation",
+            norm="cls.predictions.LayerNorm",
+            decoder="cls.predictions.decoder",
+        ),
+    ),
+    _row(
         "DistilBERT",
         "distilbert.modeling_distilbert",
         "DistilBert",
