@@ -77,6 +77,12 @@ def test_each_understood_word_is_answered_by_one_line_once(caplog: pytest.LogCap
     assert sum("ccl" in line for line in lines) <= 1  # said where no such backend is installed
 
 
+def test_fp16_which_cpus_have_not_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="stoker"):
+        TrainingArguments("o", fp16=True)
+    assert "fp16: CPUs train in fp32; bf16 saves memory" in caplog.text
+
+
 def test_a_backend_for_one_process_does_no_harm() -> None:
     assert TrainingArguments("o", ddp_backend="gloo").world_size == 1
 

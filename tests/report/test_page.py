@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
+from stoker.errors import UserError
 from stoker.report.log import RunLog
 from stoker.report.page import write_report
 
@@ -93,6 +94,12 @@ def test_a_killed_runs_page_says_so(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_an_almost_empty_log_makes_a_page_too(tmp_path: Path) -> None:
     RunLog(tmp_path).write("start")
     assert "Nothing was logged yet" in write_report(tmp_path).read_text()
+
+
+def test_a_page_that_has_no_place_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_text('{"kind": "start"}\n')
+    with pytest.raises(UserError, match=r"none/page\.html cannot be written: there is no folder"):
+        write_report(tmp_path, tmp_path / "none" / "page.html")
 
 
 def test_a_folder_without_a_log_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,34 @@ def test_bad_rows_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "line 10: it has no label" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("label", "regression", "said"),
+    [
+        ([1], False, "its label is a list"),
+        (float("nan"), True, "its label nan is no number"),
+        ("x", True, "is no number"),
+    ],
+)
+def test_a_label_that_is_none_is_a_bad_row(
+    tmp_path: Path, label: object, regression: bool, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"text": "fine", "label": n % 2} for n in range(200)] + [{"text": "fine", "label": label}]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with caplog.at_level("WARNING", logger="stoker"):
+        assert len(read_examples(path, regression=regression)) == 200
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("labels", "fractions"), [(("0", "0.5"), True), (("0.0", "1.0"), False), (("no", "0.5"), False)]
+)
+def test_numbers_with_fractions_are_not_taken_for_classes(labels: tuple[str, ...], fractions: bool) -> None:
+    from stoker.tasks.classify.train import _are_fractions
+
+    assert _are_fractions(labels) is fractions
+
+
 def test_labels_are_ordered_as_numbers_or_words() -> None:
     from stoker.tasks.classify.data import Example
 
@@ -113,6 +141,11 @@ def test_metrics_by_hand() -> None:
     assert pearson(a, b) == pytest.approx(np.corrcoef(a, b)[0, 1])
     assert spearmanr(np.array([1.0, 1.0, 2.0]), np.array([1.0, 2.0, 3.0])) == pytest.approx(np.sqrt(3) / 2)
     assert pearson(np.ones(3), a[:3]) == 0.0
+
+
+def test_an_error_is_not_averaged_with_a_score() -> None:
+    values = np.array([1.0, 2.0])
+    assert measure(["mse", "pearson"], values, values, regression=True) == {"mse": 0.0, "pearson": pytest.approx(1.0)}
 
 
 def test_a_task_has_its_metrics() -> None:

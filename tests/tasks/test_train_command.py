@@ -114,6 +114,13 @@ def test_ask_answers_from_a_file_with_score_and_sentence(
     assert 0 < answer["score"] <= 1
     assert main(["ask", "--model", str(trained), "--file", str(text), "--question", "Who founded it?"]) == 0
     assert "score" in capsys.readouterr().out
+    assert main(["ask", "--model", str(trained), "--file", str(text), "--question", "Who? " * 300]) == 2
+    assert "the question has 600 tokens" in capsys.readouterr().err
+
+
+def test_a_model_that_was_not_taught_to_answer_is_not_asked(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ask", "--model", str(bert), "--text", "Ada wrote it.", "--question", "Who?"]) == 2
+    assert "has not learned to answer questions (it has no qa_outputs.bias" in capsys.readouterr().err
 
 
 def test_evaluating_in_a_runs_folder_leaves_its_log_alone(trained: Path, bert: Path, squad: Path) -> None:
@@ -137,7 +144,7 @@ def test_the_same_command_again_goes_on_where_it_stopped(
     assert "going on from" not in capsys.readouterr().err
 
 
-def test_classify_trains_evaluates_and_predicts(bert: Path, tmp_path: Path) -> None:
+def test_classify_trains_evaluates_and_predicts(bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"sentence1": f"word {n} is here", "sentence2": f"there is {n % 3}", "label": ["no", "yes"][n % 2]}
         for n in range(24)
@@ -157,6 +164,10 @@ def test_classify_trains_evaluates_and_predicts(bert: Path, tmp_path: Path) -> N
     lines = (out / "predict_results.txt").read_text().splitlines()
     assert len(lines) == 25
     assert {line.split("\t")[1] for line in lines[1:]} <= {"no", "yes"}
+    (tmp_path / "three.jsonl").write_text("\n".join(json.dumps({**row, "label": n % 3}) for n, row in enumerate(rows)))
+    again = ["train", "classify", "--model_name_or_path", str(out), "--train_file", str(tmp_path / "three.jsonl")]
+    assert main([*again, "--do_train", "--output_dir", str(tmp_path / "three")]) == 2
+    assert "--ignore_mismatched_sizes replaces it" in capsys.readouterr().err
 
 
 MISTAKES = {

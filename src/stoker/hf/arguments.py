@@ -86,6 +86,8 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
         if not torch.accelerator.is_available():
             # Without this, transformers refuses bf16, and several processes started by mpirun would not find each other.
             self.use_cpu = True
+        if self.use_cpu and self.fp16:
+            said.append("fp16: CPUs train in fp32; bf16 saves memory")  # transformers ignores it without a word
         self._take_distributed_words()
         backend = self._choose_backend(said)
         if self.use_cpu:

@@ -113,8 +113,6 @@ def _differences(before: dict[str, Any], now: dict[str, Any], hide: tuple[str, .
 def command_of_script(checkpoint: Path) -> str:
     """How to go on with a script of the user's: its own command line if that can say so, else the line of Python."""
     if any(word.startswith("--output_dir") for word in sys.argv):
-        words = [sys.executable, *sys.argv]
-        if "--resume_from_checkpoint" not in words:
-            words += ["--resume_from_checkpoint", str(checkpoint)]
-        return shlex.join(words)
+        # The last of a repeated option counts.
+        return shlex.join([sys.executable, *sys.argv, "--resume_from_checkpoint", str(checkpoint)])
     return f'trainer.train(resume_from_checkpoint="{checkpoint}")'

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from stoker.errors import UserError
 from stoker.report.log import Run, read_run
 from stoker.report.plots import (
     lengths_plot,
@@ -31,8 +32,11 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     path = folder / "report.html" if output is None else output
     page = render(read_run(folder))
     beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(page, encoding="utf-8", errors="replace")
-    os.replace(beside, path)
+    try:
+        beside.write_text(page, encoding="utf-8", errors="replace")
+        os.replace(beside, path)
+    except FileNotFoundError:  # not the log, which callers take this error for
+        raise UserError(f"{path} cannot be written: there is no folder {path.parent}") from None
     return path
 
 

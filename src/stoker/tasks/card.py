@@ -36,6 +36,7 @@ inputs = tokenizer("One sentence.", return_tensors="pt")  # give two texts for a
 with torch.no_grad():
     print(model.config.id2label[int(model(**inputs).logits.argmax())])""",
 }
+_NUMBER = "    print(float(model(**inputs).logits))"
 _TOLD = (
     "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_batch", "num_train_epochs",
     "max_steps", "seed", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "bf16",
@@ -76,7 +77,7 @@ transformers model: Stoker is not needed to use it.
 ## Use
 
 ```python
-{_USES[job.task].replace("{path}", str(job.args.output_dir))}
+{_use(job, trainer)}
 ```
 
 ## Training
@@ -90,6 +91,13 @@ transformers model: Stoker is not needed to use it.
 Versions: stoker {__version__}, transformers {transformers.__version__}, torch {torch.__version__}, Python
 {platform.python_version()}. `report.html` beside this file shows the run.
 """
+
+
+def _use(job: Any, trainer: Any) -> str:
+    lines = _USES[job.task].replace("{path}", str(job.args.output_dir)).splitlines()
+    if trainer.model.config.problem_type == "regression":
+        lines[-1] = _NUMBER
+    return "\n".join(lines)
 
 
 def _telling(name: str, value: Any) -> bool:

@@ -59,15 +59,23 @@ def load_tokenizer(options: Any) -> Any:
 
 def load_model(kind: Any, options: Any, config: Any) -> Any:
     """The model with a head of `kind`; says if the head is new, and so untrained."""
-    found = _from(
-        kind,
-        "model",
-        options.model_name_or_path,
-        config=config,
-        ignore_mismatched_sizes=options.ignore_mismatched_sizes,
-        output_loading_info=True,
-        **_hub(options),
-    )
+    try:
+        found = _from(
+            kind,
+            "model",
+            options.model_name_or_path,
+            config=config,
+            ignore_mismatched_sizes=options.ignore_mismatched_sizes,
+            output_loading_info=True,
+            **_hub(options),
+        )
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise UserError(
+            f"the head of {options.model_name_or_path} has another size than this data needs; "
+            "--ignore_mismatched_sizes replaces it by a new one"
+        ) from None
     model, facts = found
     missing = sorted(facts.get("missing_keys", ()))
     if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,9 +184,12 @@ def _bad_text(names: Sequence[str], values: Sequence[Any]) -> str | None:
 def _label(value: Any, regression: bool) -> tuple[str | float | None, str | None]:
     if value is None or value == "" or value == -1:
         return None, "it has no label"
+    if not isinstance(value, str | int | float):
+        return None, f"its label is a {type(value).__name__}, not a word or a number"
     if not regression:
         return (str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)), None
     try:
-        return float(value), None
-    except (TypeError, ValueError):
-        return None, f"its label {value!r} is no number"
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    return (number, None) if math.isfinite(number) else (None, f"its label {value!r} is no number")

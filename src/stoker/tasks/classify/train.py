@@ -164,11 +164,23 @@ def _labels(job: run.Job, raw: dict[str, Sequence[Example]]) -> Labels:
     labels = Labels.of(source, known) if source else Labels(tuple(known))
     if len(labels.names) < 2:
         raise UserError(f"the label has {len(labels.names)} value ({', '.join(labels.names)}); two or more are needed")
+    if _are_fractions(labels.names):
+        raise UserError(
+            f"the label is a number with a fraction ({labels.names[0]}, ...); --do_regression predicts it, or name another "
+            "column by --label_column_name"
+        )
     for split, examples in raw.items():
         strange = sorted({str(e.label) for e in examples if e.label is not None} - set(labels.names))
         if strange:
             raise UserError(f"the {split} data has labels that training has not: {', '.join(strange[:5])}")
     return labels
+
+
+def _are_fractions(labels: Sequence[str]) -> bool:
+    try:
+        return not all(float(label).is_integer() for label in labels)
+    except ValueError:
+        return False
 
 
 def _predict(job: run.Job, trainer: Trainer, rows: Rows, labels: Labels | None) -> None:

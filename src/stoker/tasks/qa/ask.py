@@ -37,10 +37,16 @@ class Asker:
             raise UserError(f"{name} holds no model: there is no config.json in it")
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
-            model = AutoModelForQuestionAnswering.from_pretrained(name).float().eval()
+            model, facts = AutoModelForQuestionAnswering.from_pretrained(name, output_loading_info=True)
         except (OSError, ValueError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"no question-answering model can be loaded from {name}: {reason}") from None
+        if untrained := sorted(facts["missing_keys"]):
+            raise UserError(
+                f"{name} has not learned to answer questions (it has no {', '.join(untrained[:2])}); "
+                "`stoker train qa` teaches it"
+            )
+        model = model.float().eval()
         room = min(max_seq_length, tokenizer.model_max_length)
         return cls(optimize(model, dtype=torch.float32), tokenizer, room, min(doc_stride, room // 3))
 
@@ -49,6 +55,11 @@ class Asker:
         for value, what in ((question, "question"), (text, "text")):
             if not value.strip():
                 raise UserError(f"the {what} is empty")
+        length = len(self.tokenizer(question, add_special_tokens=False)["input_ids"])
+        if length > self.max_seq_length - self.doc_stride - 8:  # some room for special tokens and for the text
+            raise UserError(
+                f"the question has {length} tokens, which leaves too few of {self.max_seq_length} for the text; shorten it"
+            )
         windows = make_windows(
             [Question("asked", question, text, (), ())],
             self.tokenizer,
