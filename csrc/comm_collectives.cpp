@@ -43,6 +43,7 @@ void Group::allreduce_small(void* data, std::int64_t count, int type, int op, in
 }
 
 void Group::allreduce(void* data, std::int64_t count, int type, int op, int root) {
+  if (root >= 0) check_root(root);
   begin(root < 0 ? kAllreduce : kReduce, type, op, root, count);
   const std::int64_t size = size_of(type);
   if (count * size <= std::min(kSmall, slot_bytes_)) return allreduce_small(data, count, type, op, root);
@@ -175,6 +176,7 @@ void Group::allgather(const void* from, void* const* to, const std::int64_t* byt
 }
 
 void Group::broadcast(void* data, std::int64_t bytes, int root) {
+  check_root(root);
   begin(kBroadcast, -1, -1, root, bytes);
   // Smaller pieces than elsewhere: the readers wait for the first one, and the writer for the readers of the last.
   const std::int64_t each = std::min<std::int64_t>(slot_bytes_, 128 << 10);
@@ -195,6 +197,7 @@ void Group::broadcast(void* data, std::int64_t bytes, int root) {
 }
 
 void Group::gather(const void* from, void* const* to, std::int64_t bytes, int root) {
+  check_root(root);
   begin(kGather, -1, -1, root, bytes);
   const std::int64_t pieces = pieces_of(bytes, slot_bytes_);
   for (std::int64_t k = 0; k < pieces; ++k) {
@@ -215,6 +218,7 @@ void Group::gather(const void* from, void* const* to, std::int64_t bytes, int ro
 }
 
 void Group::scatter(const void* const* from, void* to, std::int64_t bytes, int root) {
+  check_root(root);
   begin(kScatter, -1, -1, root, bytes);
   const std::int64_t each = slot_bytes_ / ranks_ / 64 * 64;
   const std::int64_t pieces = pieces_of(bytes, each);
@@ -235,12 +239,30 @@ void Group::scatter(const void* const* from, void* to, std::int64_t bytes, int r
   }
 }
 
-void Group::alltoall(const void* const* from, const std::int64_t* sent, void* const* to, const std::int64_t* received) {
-  // A rank knows what it sends and gets itself, not how long the others will be busy: agree on the number of pieces first.
+// A rank knows what it sends and expects itself, not what the others send it, nor how long they will be busy: all tell first.
+// Returns the longest share of all.
+std::int64_t Group::agree_on_lengths(const std::int64_t* sent, const std::int64_t* received) {
+  const std::uint32_t piece = piece_++;
+  claim(piece);
+  copy(slot(rank_, piece), sent, ranks_ * static_cast<std::int64_t>(sizeof(std::int64_t)));
+  copied(piece);
   std::int64_t longest = 0;
-  for (int rank = 0; rank < ranks_; ++rank) longest = std::max({longest, sent[rank], received[rank]});
+  for (int rank = 0; rank < ranks_; ++rank) {
+    await_copied(rank, piece);
+    const std::int64_t* theirs = reinterpret_cast<const std::int64_t*>(slot(rank, piece));
+    longest = std::max(longest, *std::max_element(theirs, theirs + ranks_));
+    if (theirs[rank_] != received[rank])
+      give_up(kDisagree, "the ranks disagree on operation " + std::to_string(sequence_) + ", alltoall: " + name(rank) +
+                             " sends " + std::to_string(theirs[rank_]) + " bytes to " + name(rank_) + ", which expects " +
+                             std::to_string(received[rank]));
+  }
+  taken(piece);
+  return longest;
+}
+
+void Group::alltoall(const void* const* from, const std::int64_t* sent, void* const* to, const std::int64_t* received) {
   begin(kAlltoall, -1, -1, -1, -1);
-  allreduce_small(&longest, 1, kI64, kMax, -1);
+  const std::int64_t longest = agree_on_lengths(sent, received);
   const std::int64_t each = slot_bytes_ / ranks_ / 64 * 64;
   const std::int64_t pieces = pieces_of(longest, each);
   for (std::int64_t k = 0; k < pieces; ++k) {

@@ -45,7 +45,7 @@ int usable_cores() {
 
 Group::Group(Segment segment, int rank)
     : segment_(std::move(segment)), rank_(rank), ranks_(static_cast<int>(segment_.header().ranks)),
-      slot_bytes_(static_cast<std::int64_t>(segment_.header().slot_bytes)), checked_(ranks_, 0), watched_(ranks_, -1),
+      slot_bytes_(static_cast<std::int64_t>(segment_.header().slot_bytes)), checked_(ranks_, 0),
       verified_(ranks_, 0), waited_for_(ranks_, 0.0), spin_(kLongestSpin), timeout_(std::chrono::minutes(30)) {
   if (rank < 0 || rank >= ranks_) throw Error(kArgument, "rank " + std::to_string(rank) + " is not in the segment");
   // Ranks pinned to one core each see one usable core: then every rank has its own, and spinning is right.
@@ -55,6 +55,7 @@ Group::Group(Segment segment, int rank)
   RankBlock& block = mine();
   block.pid = getpid();
   block.started = process_start(getpid());
+  block.pids = pid_namespace();
   std::uint32_t absent = 0;
   if (!block.state.compare_exchange_strong(absent, 1))
     throw Error(kArgument, "rank " + std::to_string(rank) + " is attached already");
@@ -109,6 +110,11 @@ void Group::begin(int kind, int type, int op, int root, std::int64_t count) {
   mine().sequence.store(sequence_, std::memory_order_release);
   std::fill(checked_.begin(), checked_.end(), 0);
   checked_[rank_] = 1;
+}
+
+void Group::check_root(int root) const {
+  if (root >= 0 && root < ranks_) return;
+  throw Error(kArgument, "there is no rank " + std::to_string(root) + " to be the root in a group of " + std::to_string(ranks_));
 }
 
 void Group::publish(Counter& counter, std::uint32_t value) {
@@ -190,10 +196,10 @@ void Group::check_others(int rank, Clock::time_point since) {
   for (int other = 0; other < ranks_; ++other) {
     RankBlock& block = segment_.block(other);
     if (block.state.load() == 0) continue;
+    // A process in another pid namespace is invisible from here; then only the timeout tells.
     const std::uint64_t started = block.started.load();
-    // Its process may be invisible from here (another pid namespace); then only the timeout tells.
-    if (watched_[other] < 0) watched_[other] = started && process_start(block.pid) == started;
-    const bool gone = watched_[other] && process_start(block.pid) != started;
+    const bool watched = started && block.pids.load() && block.pids.load() == mine().pids.load();
+    const bool gone = watched && process_start(block.pid) != started;
     if (block.state.load() == 2 && other == rank)
       give_up(kDead, name(other) + " has left the group while " + name(rank_) + " waits for it in " + here);
     if (gone && block.state.load() == 1)

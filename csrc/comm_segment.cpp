@@ -60,6 +60,11 @@ std::uint64_t process_start(std::int64_t pid) {
   return std::strtoull(at, nullptr, 10);
 }
 
+std::uint64_t pid_namespace() {
+  struct stat status {};
+  return stat("/proc/self/ns/pid", &status) ? 0 : static_cast<std::uint64_t>(status.st_ino);
+}
+
 Segment Segment::create(int ranks, std::int64_t slot_bytes, bool named) {
   Segment segment;
   const std::uint64_t nonce = random_bits();

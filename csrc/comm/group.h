@@ -69,6 +69,8 @@ class Group {
   using Clock = std::chrono::steady_clock;
 
   void begin(int kind, int type, int op, int root, std::int64_t count);
+  void check_root(int root) const;
+  std::int64_t agree_on_lengths(const std::int64_t* sent, const std::int64_t* received);
   void allreduce_small(void* data, std::int64_t count, int type, int op, int root);
   void publish(Counter& counter, std::uint32_t value);
   void put(void* to, const void* from, std::int64_t bytes);  // into a slot, cached or past the cache, as measures faster
@@ -93,7 +95,7 @@ class Group {
   std::uint32_t piece_ = 0;  // the next piece; all ranks count alike
   std::uint64_t sequence_ = 0;
   Signature now_{};
-  std::vector<char> checked_, watched_;  // per rank: signature compared in this operation; process visible from here
+  std::vector<char> checked_;  // per rank: signature compared in this operation
   std::vector<std::int64_t> names_;
   std::vector<std::uint64_t> verified_;  // per rank: up to which operation its signatures were compared
   std::vector<double> waited_for_;

@@ -13,7 +13,7 @@
 
 namespace stoker::comm {
 
-constexpr std::uint64_t kMagic = 0x314d4d4f434b4f54ull;
+constexpr std::uint64_t kMagic = 0x324d4d4f434b4f54ull;  // another one whenever the structures below change
 constexpr int kRing = 16;      // signatures kept per rank; more than a rank can run ahead of another (kSlots)
 constexpr int kSlots = 4;      // pieces in flight per rank: one read out, one reduced, one copied in, one to spare
 constexpr int kMostRanks = 1024;
@@ -45,6 +45,7 @@ struct alignas(64) RankBlock {
   std::atomic<std::uint64_t> sequence;  // the operation it is in, or was in last
   std::atomic<std::int64_t> pid;
   std::atomic<std::uint64_t> started;  // of the process, from /proc: a pid alone may be somebody else by now
+  std::atomic<std::uint64_t> pids;     // the namespace that pid belongs to, 0 if unknown
   std::atomic<std::uint32_t> state;    // 0 not here yet, 1 attached, 2 left in good order
   Signature signatures[kRing];
 };
@@ -84,5 +85,8 @@ class Segment {
 
 // When the process `pid` started, in clock ticks since boot; 0 if there is no such process or it is a zombie.
 std::uint64_t process_start(std::int64_t pid);
+
+// The pid namespace of this process; 0 if /proc does not tell.
+std::uint64_t pid_namespace();
 
 }  // namespace stoker::comm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -60,6 +61,37 @@ def test_a_rank_attaches_once() -> None:
     try:
         assert not lib.stoker_comm_attach(lib.stoker_comm_address(handle), 0)
         assert b"attached already" in lib.stoker_comm_opening_error()
+    finally:
+        lib.stoker_comm_destroy(handle)
+
+
+def test_a_rank_that_died_before_anybody_slept_is_named() -> None:
+    lib = engine.library()
+    handle = create(0)
+    numbers = (ctypes.c_int64 * 2)(1, 2)
+    child = os.fork()
+    if child == 0:
+        theirs = lib.stoker_comm_attach(lib.stoker_comm_address(handle), 1)
+        lib.stoker_comm_broadcast(theirs, numbers, 16, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        os.waitpid(child, 0)  # a broadcast's root waits for nobody
+        lib.stoker_comm_timeout(handle, 5.0)
+        assert lib.stoker_comm_broadcast(handle, numbers, 16, 1) == 0
+        assert lib.stoker_comm_barrier(handle)
+        assert f"rank 1 (pid {child}) has died".encode() in lib.stoker_comm_error(handle)
+    finally:
+        lib.stoker_comm_destroy(handle)
+
+
+def test_a_root_that_is_no_rank_is_refused() -> None:
+    lib = engine.library()
+    handle = lib.stoker_comm_create(1, 0, 64 << 10, 0)
+    numbers = (ctypes.c_int64 * 2)(1, 2)
+    try:
+        for root in (1, -1):
+            assert lib.stoker_comm_broadcast(handle, numbers, 16, root)
+            assert f"there is no rank {root} to be the root".encode() in lib.stoker_comm_error(handle)
     finally:
         lib.stoker_comm_destroy(handle)
 
