@@ -80,6 +80,7 @@ Segment Segment::create(int ranks, std::int64_t slot_bytes, bool named) {
   } else {
     segment.descriptor_ = memfd_create("stoker", MFD_CLOEXEC);
     if (segment.descriptor_ < 0) fail("memfd_create", errno);
+    if (fchmod(segment.descriptor_, 0600)) fail("cannot keep shared memory to this user", errno);
     segment.address_ = "memfd:" + std::to_string(getpid()) + ":" + std::to_string(segment.descriptor_) + ":" + hex(nonce);
   }
   const std::size_t bytes = slots_offset(ranks) + static_cast<std::size_t>(slot_bytes) * kSlots * ranks;

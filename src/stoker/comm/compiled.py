@@ -6,6 +6,7 @@ torch finds no match and compiles anew. Nothing here raises for want of a compil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -78,7 +79,7 @@ def compile_once(name: str, command: Callable[[str, Path], list[str]], what: str
     if directory is None:
         raise CompiledUnavailable("there is no cache directory; set STOKER_CACHE_DIR")
     target = directory / name
-    if target.is_file():
+    if os.path.isfile(target):  # a folder of another user, which may not be looked into, has no such file
         return target
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
@@ -118,7 +119,8 @@ def load() -> Any:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        path.unlink(missing_ok=True)  # it was made by a torch that called itself the same: make it anew next time
+        with contextlib.suppress(OSError):  # another user's cache is for that user to clear
+            path.unlink()  # it was made by a torch that called itself the same: make it anew next time
         raise CompiledUnavailable(f"{path.name} does not load: {error}") from error
     lib = library()
     table = {name: ctypes.cast(getattr(lib, f"stoker_comm_{name}"), ctypes.c_void_p).value for name in _FUNCTIONS}

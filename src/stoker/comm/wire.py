@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from stoker.comm.engine import DTYPES, OPS
 from stoker.comm.hosts import exchange
-from stoker.machine.cache_directory import cache_directory
+from stoker.machine import cache_directory
 
 __all__ = ["LONGEST_FAREWELL", "SMALL", "OneCCL", "open_oneccl"]
 
@@ -105,23 +105,16 @@ def open_oneccl(
 def _choice(
     store: dist.Store, rank: int, size: int, hosts: str, wire: OneCCL, gloo: Any, timeout: timedelta
 ) -> tuple[bool, bool, bool, bool]:
-    directory = cache_directory()
-    path = None
-    if directory is not None:
-        path = directory / f"wire-{hashlib.sha256(hosts.encode()).hexdigest()[:16]}.json"
-    known = ""
-    if rank == 0 and path is not None:
-        with contextlib.suppress(OSError, ValueError):
-            kept = json.loads(path.read_text())
-            known = json.dumps([bool(kept[name]) for name in _NAMES]) if set(kept) >= set(_NAMES) else ""
+    file = f"wire-{hashlib.sha256(hosts.encode()).hexdigest()[:16]}.json"
+    kept = (cache_directory.load(file) or {}) if rank == 0 else {}
+    known = json.dumps([bool(kept[name]) for name in _NAMES]) if set(kept) >= set(_NAMES) else ""
     answer = exchange(store, "known", rank, size, known)[0]
     if not answer:
         faster = [_is_faster(wire, gloo, *probe, timeout) for probe in _PROBES]
         answer = exchange(store, "faster", rank, size, json.dumps(faster))[0]  # the first leader's word holds for all
-        if rank == 0 and path is not None:
+        if rank == 0:
             with contextlib.suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(dict(zip(_NAMES, faster, strict=True))))
+                cache_directory.save(file, dict(zip(_NAMES, faster, strict=True)))
     first, second, third, fourth = json.loads(answer)
     return first, second, third, fourth
 
