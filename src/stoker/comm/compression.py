@@ -24,20 +24,22 @@ class Bf16Hook:
     def __init__(self, group: Any = None, *, feedback: bool = False) -> None:
         self._group = group
         self._feedback = feedback
-        self._errors: dict[int, torch.Tensor] = {}
+        self._errors: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
         self.__name__ = self.__qualname__ = "stoker_bf16"  # DDP names the hook in its log
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradient = bucket.buffer()
         group = self._group if self._group is not None else dist.group.WORLD
         ranks = dist.get_world_size(group)
+        # DDP rebuilds its buckets after the first step, often with the same parameters in another order.
+        order = tuple(parameter.data_ptr() for parameter in bucket.parameters()) if self._feedback else ()
         if self._feedback:
-            error = self._errors.get(bucket.index())
-            if error is not None and error.shape == gradient.shape:  # DDP rebuilds its buckets after the first step
+            known, error = self._errors.get(bucket.index(), ((), gradient))
+            if known == order:
                 gradient.add_(error)
         small = torch.div(gradient, ranks, out=torch.empty_like(gradient, dtype=torch.bfloat16))
         if self._feedback:
-            self._errors[bucket.index()] = torch.sub(gradient, small, alpha=ranks)
+            self._errors[bucket.index()] = (order, torch.sub(gradient, small, alpha=ranks))
         future = dist.all_reduce(small, group=group, async_op=True).get_future()
 
         def widen(done: torch.futures.Future[Any]) -> torch.Tensor:
