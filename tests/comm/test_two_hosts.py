@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,18 @@ def test_four_ranks_on_two_hosts_agree(rig: Rig, backend: str, engine: str) -> N
     says = {"shm": "gloo between the leaders\n", "oneccl": "oneCCL between the leaders\n", "auto": ""}[engine]
     assert f"4 ranks on 2 hosts: shared memory within a host, {says}" in outputs[0]
     assert "gloo between the leaders (" not in outputs[0]
+
+
+def test_whoever_is_missing_is_named_with_the_host_on_all_hosts(rig: Rig) -> None:
+    """By the number in the whole job, and not the leader behind which it is missing."""
+    processes = start(rig, 29520, [str(Path(PROGRAM).with_name("missing_ranks.py"))], {"STOKER_CCL_ENGINE": "shm"})
+    outputs = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, outputs
+    told = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    for rank in (0, 1, 2):
+        assert told[rank]["behind a leader"].endswith("; no word from rank 3 on beta"), (rank, told)
+    for rank in (2, 3):
+        assert told[rank]["of a sub-group"].endswith("; no word from rank 1 on alpha"), (rank, told)
 
 
 def test_without_oneccl_gloo_serves_and_one_line_says_so(rig: Rig) -> None:

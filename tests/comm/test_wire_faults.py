@@ -61,7 +61,9 @@ def assert_failed(texts: list[str], within: float) -> None:
         found = re.search(r"FAILED after ([\d.]+) s: (.*)", text)
         assert found, texts
         assert float(found[1]) < within, text
-    assert any(re.search(r"the way to another host failed \(to rank [02]\)|has died", text) for text in texts), texts
+    assert any(
+        re.search(r"the way to another host failed \(to rank (0 on alpha|2 on beta)\)|has died", text) for text in texts
+    ), texts
 
 
 @pytest.mark.parametrize("engine", ["shm", "oneccl"])

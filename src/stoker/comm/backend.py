@@ -45,6 +45,7 @@ def create(options: Any) -> Any:
         wire_takes=list(paths.wire.takes) if paths.wire else [False] * 4,
         beyond=paths.beyond,
         timeout=paths.timeout.total_seconds(),
+        explain=paths.roll_call,
         opener=lambda source, target, tag: open_channel(paths, source, target, tag).release(),
     )
 

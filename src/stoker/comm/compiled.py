@@ -29,7 +29,7 @@ from stoker.machine.cache_directory import cache_directory
 __all__ = ["SOURCES", "CompiledUnavailable", "build", "compile_once", "load"]
 
 SOURCES = Path(__file__).parent / "torch_backend"
-_OWN = ("backend.cpp", "engine.h", "lane.h", "tensors.h")
+_OWN = ("backend.cpp", "engine.h", "lane.h", "named.h", "tensors.h")
 _NAME = "stoker_ccl"
 _FUNCTIONS = (
     "error", "timeout", "abort", "destroy", "waited", "allreduce", "reduce_scatter", "allgather", "broadcast", "gather",

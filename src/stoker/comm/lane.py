@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Lane"]
+__all__ = ["Lane", "Named"]
 
 _c10d: Any = torch._C._distributed_c10d  # missing in torch's stubs
 
@@ -46,6 +46,37 @@ class _Work(_c10d.Work):  # type: ignore[misc]
 
     def result(self) -> Any:
         return self._future.value()
+
+
+class Named(_c10d.Work):  # type: ignore[misc]
+    """An operation of gloo between hosts; when it fails, `explain` adds who is missing."""
+
+    def __init__(self, inner: Any, explain: Callable[[str], str]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._explain = explain
+
+    def wait(self, timeout: Any = None) -> bool:
+        try:
+            done: bool = self._inner.wait() if timeout is None else self._inner.wait(timeout)
+        except RuntimeError as error:
+            raise RuntimeError(self._explain(f"ccl: {error}")) from error
+        return done
+
+    def get_future(self) -> Any:
+        return self._inner.get_future()
+
+    def is_completed(self) -> bool:
+        return bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._inner.is_success())
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def _source_rank(self) -> int:
+        return int(self._inner._source_rank())
 
 
 class _Job:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from stoker import __version__
 from stoker.comm.engine import SharedMemory, SharedMemoryUnavailable
 from stoker.comm.hosts import exchange, group_by_host, host_identity, own_address
+from stoker.comm.rollcall import RollCall
 from stoker.comm.wire import OneCCL, open_oneccl
 
 __all__ = ["ENGINES", "Paths", "chosen_engine", "open_paths"]
@@ -49,6 +50,8 @@ class Paths:
     """gloo between all ranks, for what shared memory does not cover."""
     here: tuple[int, ...] = field(default=())
     """The ranks of this host."""
+    roll_call: RollCall | None = None
+    """Who is missing, where something between hosts has failed; on groups over several hosts, or without shared memory."""
 
     @property
     def one_host(self) -> bool:
@@ -61,7 +64,8 @@ class Paths:
     @property
     def beyond(self) -> str:
         """How errors call the other hosts: by the ranks that lead them."""
-        return ", ".join(f"rank {self.names[ranks[0]]}" for ranks in self.hosts if self.rank not in ranks)
+        leaders = [ranks[0] for ranks in self.hosts if self.rank not in ranks]
+        return self.roll_call.named(leaders) if self.roll_call is not None else ""
 
     def close(self) -> None:
         if self.local is not None:
@@ -117,7 +121,8 @@ def open_paths(store: dist.Store, rank: int, size: int, names: tuple[int, ...], 
         why = f" ({between})" if between else ""
         _say(f"{size} ranks on {len(hosts)} hosts: shared memory within a host, {means} between the leaders{why}")
     flat = _gloo(dist.PrefixStore("flat", store), rank, size, timeout, address)
-    return Paths(rank, size, names, hosts, timeout, store, local, leaders, wire, flat, here)
+    roll_call = RollCall(dist.PrefixStore("roll call", store), rank, names, [one.split()[0] for one in identities])
+    return Paths(rank, size, names, hosts, timeout, store, local, leaders, wire, flat, here, roll_call)
 
 
 def _version() -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stoker.comm.backend import open_channel
 from stoker.comm.engine import DTYPES, OPS, CollectiveError, SharedMemory
-from stoker.comm.lane import Lane
+from stoker.comm.lane import Lane, Named
 from stoker.comm.paths import Paths
 
 __all__ = ["PythonGroup"]
@@ -99,13 +99,13 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         op = _op_name(opts.reduceOp)
         if self._on_gloo(hierarchical=True):
-            return self.paths.flat.allreduce(tensors, opts)
+            return self._named(self.paths.flat.allreduce(tensors, opts))
         dense = [_Dense(tensor) for tensor in tensors]
 
         def run() -> None:
             for item in dense:
                 if self.paths.hierarchical:
-                    self._hierarchical_allreduce(item.flat, op)
+                    self._allreduce_or_explain(item.flat, op)
                 else:
                     self._local("allreduce", item.address, item.count, _code(item.flat), _op_code(op), -1)
                 item.back()
@@ -119,7 +119,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         opts = opts or dist.BroadcastOptions()
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if self._on_gloo(hierarchical=False):
-            return self.paths.flat.broadcast(tensors, opts)
+            return self._named(self.paths.flat.broadcast(tensors, opts))
         item = _Dense(tensors[0])
 
         def run() -> None:
@@ -132,7 +132,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         opts = opts or dist.ReduceOptions()
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if self._on_gloo():
-            return self.paths.flat.reduce(tensors, opts)
+            return self._named(self.paths.flat.reduce(tensors, opts))
         item, op = _Dense(tensors[0]), _op_name(opts.reduceOp)
 
         def run() -> None:
@@ -144,7 +144,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or _c10d.AllgatherOptions()
         if self._on_gloo():
-            return self.paths.flat.allgather(outputs, inputs, opts)
+            return self._named(self.paths.flat.allgather(outputs, inputs, opts))
         source, targets = _Dense(inputs[0]), [_Dense(tensor) for tensor in outputs[0]]
 
         def run() -> None:
@@ -158,7 +158,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         opts = opts or _c10d.AllgatherOptions()
         if self._on_gloo():
-            return self.paths.flat._allgather_base(output, source, opts)
+            return self._named(self.paths.flat._allgather_base(output, source, opts))
         return self.allgather([_parts(output, self.size())], [source.reshape(-1)], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -167,7 +167,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or dist.ReduceScatterOptions()
         if self._on_gloo():
-            return self.paths.flat.reduce_scatter(outputs, inputs, opts)
+            return self._named(self.paths.flat.reduce_scatter(outputs, inputs, opts))
         target, sources, op = _Dense(outputs[0]), [_Dense(tensor) for tensor in inputs[0]], _op_name(opts.reduceOp)
 
         def run() -> None:
@@ -181,7 +181,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         opts = opts or dist.ReduceScatterOptions()
         if self._on_gloo():
-            return self.paths.flat._reduce_scatter_base(output, source, opts)
+            return self._named(self.paths.flat._reduce_scatter_base(output, source, opts))
         return self.reduce_scatter([output.view(-1)], [_parts(source, self.size())], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -190,7 +190,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or dist.AllToAllOptions()
         if self._on_gloo():
-            return self.paths.flat.alltoall(outputs, inputs, opts)
+            return self._named(self.paths.flat.alltoall(outputs, inputs, opts))
         sources, targets = [_Dense(tensor) for tensor in inputs], [_Dense(tensor) for tensor in outputs]
 
         def run() -> None:
@@ -210,8 +210,10 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         self, output: Tensor, source: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Any:
         if self._on_gloo():
-            return self.paths.flat.alltoall_base(
-                output, source, output_splits, input_splits, opts or dist.AllToAllOptions()
+            return self._named(
+                self.paths.flat.alltoall_base(
+                    output, source, output_splits, input_splits, opts or dist.AllToAllOptions()
+                )
             )
         sizes = [list(splits) or [tensor.shape[0] // self.size()] * self.size() for splits, tensor in
                  ((output_splits, output), (input_splits, source))]  # fmt: skip
@@ -220,7 +222,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or dist.GatherOptions()
         if self._on_gloo():
-            return self.paths.flat.gather(outputs, inputs, opts)
+            return self._named(self.paths.flat.gather(outputs, inputs, opts))
         source = _Dense(inputs[0])
         targets = [_Dense(tensor) for tensor in outputs[0]] if opts.rootRank == self.rank() else []
 
@@ -235,7 +237,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or dist.ScatterOptions()
         if self._on_gloo():
-            return self.paths.flat.scatter(outputs, inputs, opts)
+            return self._named(self.paths.flat.scatter(outputs, inputs, opts))
         target = _Dense(outputs[0])
         sources = [_Dense(tensor) for tensor in inputs[0]] if opts.rootRank == self.rank() else []
 
@@ -249,7 +251,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> Any:
         opts = opts or dist.BarrierOptions()
         if self._on_gloo():
-            return self.paths.flat.barrier(opts)
+            return self._named(self.paths.flat.barrier(opts))
         return self._start(lambda: self._local("barrier"), [], opts)
 
     # torch 2.13 calls some collectives by newer names
@@ -263,12 +265,12 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
         if to not in self.paths.here or self.paths.local is None:
-            return self.paths.flat.send(tensors, to, tag)
+            return self._named(self.paths.flat.send(tensors, to, tag))
         return self._message(self.rank(), to, tag, tensors)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         if source not in self.paths.here or self.paths.local is None:
-            return self.paths.flat.recv(tensors, source, tag)
+            return self._named(self.paths.flat.recv(tensors, source, tag))
         return self._message(source, self.rank(), tag, tensors)
 
     def _message(self, source: int, to: int, tag: int, tensors: list[Tensor]) -> Any:
@@ -288,6 +290,17 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         return lane.submit(run, tensors)
 
     # --- between hosts
+
+    def _named(self, work: Any) -> Any:
+        assert self.paths.roll_call is not None
+        return Named(work, self.paths.roll_call)
+
+    def _allreduce_or_explain(self, tensor: Tensor, op: str) -> None:
+        try:
+            self._hierarchical_allreduce(tensor, op)
+        except RuntimeError as error:
+            assert self.paths.roll_call is not None
+            raise CollectiveError(self.paths.roll_call(str(error))) from error
 
     def _hierarchical_allreduce(self, tensor: Tensor, op: str) -> None:
         """Reduce within the host, between the leaders, and hand out; a piece is on the wire while the next is reduced."""

@@ -12,6 +12,7 @@
 
 #include "engine.h"
 #include "lane.h"
+#include "named.h"
 #include "tensors.h"
 
 namespace {
@@ -22,10 +23,11 @@ class Backend : public c10d::Backend {
 
   Backend(int rank, int size, uintptr_t local, std::vector<int> here, int hosts, Ref<c10d::Backend> leaders,
           Ref<c10d::Backend> flat, uintptr_t wire, std::vector<bool> wire_takes, std::string beyond, double timeout,
-          Opener opener)
+          Opener opener, Explain explain)
       : c10d::Backend(rank, size), local_(reinterpret_cast<void*>(local)), here_(std::move(here)), hosts_(hosts),
         leaders_(std::move(leaders)), flat_(std::move(flat)), wire_(reinterpret_cast<void*>(wire)),
-        wire_takes_(std::move(wire_takes)), beyond_(std::move(beyond)), timeout_(timeout), opener_(std::move(opener)) {}
+        wire_takes_(std::move(wire_takes)), beyond_(std::move(beyond)), timeout_(timeout), opener_(std::move(opener)),
+        explain_(std::move(explain)) {}
 
   ~Backend() override { shutdown(); }
 
@@ -65,14 +67,14 @@ class Backend : public c10d::Backend {
   }
 
   Ref<Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override {
-    if (!local_) return flat_->allreduce(tensors, opts);
+    if (!local_) return named(flat_->allreduce(tensors, opts));
     const int op = op_code(opts.reduceOp);
     auto items = dense(tensors);
     for (const auto& item : items) type_code(item.dense);
     return start(c10d::OpType::ALLREDUCE, opts, tensors, [this, items, op] {
       for (const auto& item : items) {
         if (hosts_ > 1)
-          allreduce_between_hosts(item.dense.view({-1}), op);
+          allreduce_or_explain(item.dense.view({-1}), op);
         else
           check(local_, engine.allreduce(local_, item.data(), item.count(), type_code(item.dense), op, -1));
         item.back();
@@ -85,7 +87,7 @@ class Backend : public c10d::Backend {
   }
 
   Ref<Work> broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override {
-    if (!one_host()) return flat_->broadcast(tensors, opts);
+    if (!one_host()) return named(flat_->broadcast(tensors, opts));
     Dense item(tensors.at(0));
     const int root = static_cast<int>(opts.rootRank);
     return start(c10d::OpType::BROADCAST, opts, tensors, [this, item, root] {
@@ -95,7 +97,7 @@ class Backend : public c10d::Backend {
   }
 
   Ref<Work> reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts) override {
-    if (!one_host()) return flat_->reduce(tensors, opts);
+    if (!one_host()) return named(flat_->reduce(tensors, opts));
     Dense item(tensors.at(0));
     const int op = op_code(opts.reduceOp), type = type_code(item.dense), root = static_cast<int>(opts.rootRank);
     return start(c10d::OpType::REDUCE, opts, tensors, [this, item, op, type, root] {
@@ -106,12 +108,12 @@ class Backend : public c10d::Backend {
 
   Ref<Work> allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
                       const c10d::AllgatherOptions& opts) override {
-    if (!one_host()) return flat_->allgather(outputs, inputs, opts);
+    if (!one_host()) return named(flat_->allgather(outputs, inputs, opts));
     return gather_all(outputs.at(0), inputs.at(0), opts);
   }
 
   Ref<Work> _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
-    if (!one_host()) return flat_->_allgather_base(output, input, opts);
+    if (!one_host()) return named(flat_->_allgather_base(output, input, opts));
     return gather_all(parts(output, getSize()), input, opts);
   }
 
@@ -124,12 +126,12 @@ class Backend : public c10d::Backend {
 
   Ref<Work> reduce_scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
                            const c10d::ReduceScatterOptions& opts) override {
-    if (!one_host()) return flat_->reduce_scatter(outputs, inputs, opts);
+    if (!one_host()) return named(flat_->reduce_scatter(outputs, inputs, opts));
     return scatter_reduced(outputs.at(0), inputs.at(0), opts);
   }
 
   Ref<Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
-    if (!one_host()) return flat_->_reduce_scatter_base(output, input, opts);
+    if (!one_host()) return named(flat_->_reduce_scatter_base(output, input, opts));
     return scatter_reduced(output, parts(input, getSize()), opts);
   }
 
@@ -142,7 +144,7 @@ class Backend : public c10d::Backend {
 
   Ref<Work> alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
                      const c10d::AllToAllOptions& opts) override {
-    if (!one_host()) return flat_->alltoall(outputs, inputs, opts);
+    if (!one_host()) return named(flat_->alltoall(outputs, inputs, opts));
     auto sources = dense(inputs), targets = dense(outputs);
     return start(c10d::OpType::ALLTOALL, opts, outputs, [this, sources, targets] {
       const auto from = addresses(sources), to = addresses(targets);
@@ -154,14 +156,14 @@ class Backend : public c10d::Backend {
 
   Ref<Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                           std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override {
-    if (!one_host()) return flat_->alltoall_base(output, input, output_splits, input_splits, opts);
+    if (!one_host()) return named(flat_->alltoall_base(output, input, output_splits, input_splits, opts));
     auto outputs = split(output, output_splits), inputs = split(input, input_splits);
     return alltoall(outputs, inputs, opts);
   }
 
   Ref<Work> gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
                    const c10d::GatherOptions& opts) override {
-    if (!one_host()) return flat_->gather(outputs, inputs, opts);
+    if (!one_host()) return named(flat_->gather(outputs, inputs, opts));
     const int root = static_cast<int>(opts.rootRank);
     Dense source(inputs.at(0));
     auto targets = root == getRank() ? dense(outputs.at(0)) : std::vector<Dense>();
@@ -174,7 +176,7 @@ class Backend : public c10d::Backend {
 
   Ref<Work> scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
                     const c10d::ScatterOptions& opts) override {
-    if (!one_host()) return flat_->scatter(outputs, inputs, opts);
+    if (!one_host()) return named(flat_->scatter(outputs, inputs, opts));
     const int root = static_cast<int>(opts.rootRank);
     Dense target(outputs.at(0));
     auto sources = root == getRank() ? dense(inputs.at(0)) : std::vector<Dense>();
@@ -186,17 +188,17 @@ class Backend : public c10d::Backend {
   }
 
   Ref<Work> barrier(const c10d::BarrierOptions& opts) override {
-    if (!one_host()) return flat_->barrier(opts);
+    if (!one_host()) return named(flat_->barrier(opts));
     return start(c10d::OpType::BARRIER, opts, {}, [this] { check(local_, engine.barrier(local_)); });
   }
 
   Ref<Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override {
-    if (!reaches(to)) return flat_->send(tensors, to, tag);
+    if (!reaches(to)) return named(flat_->send(tensors, to, tag));
     return message(c10d::OpType::SEND, getRank(), to, tag, tensors);
   }
 
   Ref<Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
-    if (!reaches(from)) return flat_->recv(tensors, from, tag);
+    if (!reaches(from)) return named(flat_->recv(tensors, from, tag));
     return message(c10d::OpType::RECV, from, getRank(), tag, tensors);
   }
 
@@ -310,6 +312,19 @@ class Backend : public c10d::Backend {
     if (average) flight.piece.div_(getSize());
   }
 
+  Ref<Work> named(Ref<Work> work) const { return c10::make_intrusive<Named>(std::move(work), explain_); }
+
+  void allreduce_or_explain(const at::Tensor& flat, int op) {
+    std::string trouble;
+    try {
+      return allreduce_between_hosts(flat, op);
+    } catch (const std::exception& error) {
+      trouble = error.what();
+    }
+    const pybind11::gil_scoped_acquire gil;
+    C10_THROW_ERROR(DistBackendError, explain_(trouble));
+  }
+
   // Reduce within the host, between the leaders, and hand out; a piece is on the wire while the next is reduced.
   void allreduce_between_hosts(const at::Tensor& flat, int op) {
     const bool average = op == 1;
@@ -359,6 +374,7 @@ class Backend : public c10d::Backend {
   std::string beyond_;            // how errors call the other hosts
   double timeout_, now_timeout_ = 0;
   Opener opener_;
+  Explain explain_;
   Lane lane_;
   std::map<std::tuple<int, int, int>, std::shared_ptr<Channel>> channels_;
 };
@@ -376,11 +392,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "create",
       [](int rank, int size, uintptr_t local, std::vector<int> here, int hosts, Ref<c10d::Backend> leaders,
          Ref<c10d::Backend> flat, uintptr_t wire, std::vector<bool> wire_takes, std::string beyond, double timeout,
-         Backend::Opener opener) -> Ref<c10d::Backend> {
+         Backend::Opener opener, Explain explain) -> Ref<c10d::Backend> {
         return c10::make_intrusive<Backend>(rank, size, local, std::move(here), hosts, std::move(leaders), std::move(flat), wire,
-                                            std::move(wire_takes), std::move(beyond), timeout, std::move(opener));
+                                            std::move(wire_takes), std::move(beyond), timeout, std::move(opener), std::move(explain));
       },
       pybind11::arg("rank"), pybind11::arg("size"), pybind11::arg("local"), pybind11::arg("here"), pybind11::arg("hosts"),
       pybind11::arg("leaders").none(true), pybind11::arg("flat").none(true), pybind11::arg("wire"),
-      pybind11::arg("wire_takes"), pybind11::arg("beyond"), pybind11::arg("timeout"), pybind11::arg("opener"));
+      pybind11::arg("wire_takes"), pybind11::arg("beyond"), pybind11::arg("timeout"), pybind11::arg("opener"),
+      pybind11::arg("explain"));
 }
