@@ -381,9 +381,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             command = resume.command_of_script(checkpoint)
             if self.resume_command:
                 command = f"{self.resume_command} --resume_from_checkpoint {shlex.quote(str(checkpoint))}"
+            started = f", started in {self.args.world_size} processes as before" if self.args.world_size > 1 else ""
             print(
                 f"Stopped by {self._interrupts.name} after step {self.state.global_step}; saved {checkpoint}.\n"
-                f"To go on:\n  {command}",
+                f"To go on{started}:\n  {command}",
                 file=sys.stderr,
                 flush=True,
             )
