@@ -408,6 +408,23 @@ def local_sgd_averages_weights(rank: int, size: int) -> None:
     torch.testing.assert_close(model.weight.detach(), start + 2 * sum(range(1, size + 1)) / size)
 
 
+def local_sgd_goes_on_with_another_momentum(rank: int, size: int) -> None:
+    from stoker.comm.local_sgd import LocalSGD
+
+    model = torch.nn.Linear(1, 1)
+    without, using = LocalSGD(model, 1), LocalSGD(model, 1, outer_momentum=0.9)
+    with torch.no_grad():
+        model.weight += 1.0
+    without.step()
+    weight = model.weight.item()
+    using.load_state_dict(without.state_dict())
+    assert using.steps == 1
+    using.step()  # nothing has moved since, and there is no velocity yet
+    assert model.weight.item() == weight
+    without.load_state_dict(using.state_dict())
+    assert without.steps == 2
+
+
 def local_sgd_moves_on_with_momentum(rank: int, size: int) -> None:
     from stoker.comm.local_sgd import LocalSGD
 

@@ -72,6 +72,9 @@ def test_gradients_in_bf16_stay_close_and_feedback_brings_them_closer(job: tuple
     assert 0 < feedback < plain < 0.004
 
 
-@pytest.mark.parametrize("case", ["local_sgd_averages_weights", "local_sgd_moves_on_with_momentum"])
+@pytest.mark.parametrize(
+    "case",
+    ["local_sgd_averages_weights", "local_sgd_moves_on_with_momentum", "local_sgd_goes_on_with_another_momentum"],
+)
 def test_local_sgd(job: tuple[str, Ranks], case: str) -> None:
     job[1].run(case)

@@ -9,6 +9,7 @@ import shlex
 from typing import Any
 
 from stoker.cli.parsing import Parser
+from stoker.comm.words import COMPRESSIONS, check_words
 from stoker.errors import UserError
 from stoker.launch import allocators
 from stoker.launch.config import LAUNCHERS, PRECISIONS
@@ -16,8 +17,6 @@ from stoker.launch.options import Options
 from stoker.launch.placement import parse_nodes
 
 __all__ = ["main", "parse"]
-
-COMPRESSIONS = ("none", "bf16", "bf16-feedback", "powersgd")  # stoker.comm.compression's, which would import torch
 
 _EXAMPLES = """examples:
   stoker launch run_qa.py --model_name_or_path ...          one process, all cores
@@ -107,6 +106,11 @@ def _options(found: dict[str, Any], script: str, arguments: list[str], notes: li
 def _training_words(found: dict[str, Any]) -> list[tuple[str, str]]:
     """What Trainer and Accelerator() are told through the environment of the ranks."""
     names = ("gradient_compression", "local_sgd", "local_sgd_outer_lr", "local_sgd_outer_momentum")
+    compression, every, lr, momentum = (found[name] for name in names)
+    try:
+        check_words(compression, every, 1.0 if lr is None else lr, momentum or 0.0)
+    except ValueError as error:
+        raise UserError(f"stoker launch: {error}") from None
     return [(f"STOKER_{name.upper()}", str(found[name])) for name in names if found[name] is not None]
 
 

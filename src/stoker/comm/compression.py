@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["COMPRESSIONS", "Bf16Hook", "compress_gradients"]
+from stoker.comm.words import COMPRESSIONS
 
-COMPRESSIONS = ("none", "bf16", "bf16-feedback", "powersgd")
+__all__ = ["COMPRESSIONS", "Bf16Hook", "compress_gradients"]
 
 # PyTorch's own 1,000 steps before PowerSGD begins would be a whole fine-tuning run; its paper needs a few to settle.
 _POWERSGD_FROM_STEP = 10

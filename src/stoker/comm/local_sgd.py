@@ -7,6 +7,7 @@ The model must not be wrapped in DDP: nothing is sent between the averages.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stoker.comm.words import check_outer
+
 __all__ = ["LocalSGD"]
+
+log = logging.getLogger("stoker")
 
 _PIECE = 16 << 20  # elements sent at once: 64 MB, so that the next piece is prepared while the last is on the wire
 
@@ -35,6 +40,7 @@ class LocalSGD:
         """`wire`: the type in which moves are sent, torch.bfloat16 for half the bytes; None for the weights' own."""
         if every < 1:
             raise ValueError(f"every={every} must be at least 1 step")
+        check_outer(outer_lr, outer_momentum)
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise ValueError("LocalSGD takes the model itself, not DDP: DDP would average the gradients of every step")
         self.every = every
@@ -104,9 +110,17 @@ class LocalSGD:
         return {"steps": self.steps, "anchor": self._anchor, "velocity": self._velocity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """With another outer momentum than before, one of the two has no velocity: it starts at zero, or is left behind."""
         self.steps = self._averaged_at = state["steps"]
-        for mine, theirs in zip([*self._anchor, *self._velocity], [*state["anchor"], *state["velocity"]], strict=True):
-            mine.copy_(theirs)
+        kept = [(self._anchor, state["anchor"])]
+        if bool(self._velocity) == bool(state["velocity"]):
+            kept.append((self._velocity, state["velocity"]))
+        else:
+            done = "starts at zero" if self._velocity else "is left behind"
+            log.warning("local_sgd: the checkpoint had another outer momentum; the velocity of the averages %s", done)
+        for mine, theirs in kept:
+            for tensor, saved in zip(mine, theirs, strict=True):
+                tensor.copy_(saved)
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:

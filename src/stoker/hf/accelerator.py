@@ -14,6 +14,7 @@ import torch
 from accelerate.accelerator import Accelerator as _Stock
 from torch import nn
 
+from stoker.comm.words import check_words, from_environment, without_use
 from stoker.hf.backend import choose
 
 __all__ = ["Accelerator", "clip_in_one_pass"]
@@ -61,36 +62,45 @@ class Accelerator(_Stock):  # type: ignore[misc]
     def _prepare_for_several(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """What `stoker launch` was told about several processes: compression of gradients, or local SGD."""
         models = [one for one in args if isinstance(one, nn.Module)]
+        every = from_environment("local_sgd", int) or 0
+        compression = from_environment("gradient_compression", str) or "none"
+        lr, momentum = (from_environment(f"local_sgd_outer_{name}", float) for name in ("lr", "momentum"))
+        check_words(compression, every, 1.0 if lr is None else lr, momentum or 0.0)
         if self.num_processes == 1 or self.device.type != "cpu" or not models:
+            if models and (asked := without_use(compression, every)):
+                log.warning("%s: without effect, for there is one process, or it is not on the CPU", asked)
             return super().prepare(*args, **named)
         from stoker.hf.distributed import configure_ddp, without_ddp
 
-        words = os.environ.get
-        every, compression = int(words("STOKER_LOCAL_SGD") or 0), words("STOKER_GRADIENT_COMPRESSION") or "none"
         if every:
             without_ddp(self)
         else:
             configure_ddp(self, None)
         prepared = super().prepare(*args, **named)
         if every:
-            self._average_every(every, compression, models[0], args)
+            local = {"outer_lr": 1.0 if lr is None else lr, "outer_momentum": momentum or 0.0}
+            self._average_every(every, compression, models[0], args, **local)
         elif compression != "none":
             from stoker.comm.compression import compress_gradients
 
-            for one in prepared if isinstance(prepared, tuple) else (prepared,):
-                if isinstance(one, nn.parallel.DistributedDataParallel):
-                    compress_gradients(one, compression)
+            found = prepared if isinstance(prepared, tuple) else (prepared,)
+            wrapped = [one for one in found if isinstance(one, nn.parallel.DistributedDataParallel)]
+            for one in wrapped:
+                compress_gradients(one, compression)
+            if not wrapped:
+                log.warning("gradient_compression %s: without effect, for the model is not in DDP", compression)
         return prepared
 
-    def _average_every(self, every: int, compression: str, model: nn.Module, prepared: tuple[Any, ...]) -> None:
+    def _average_every(
+        self, every: int, compression: str, model: nn.Module, prepared: tuple[Any, ...], **outer: float
+    ) -> None:
         from stoker.comm.local_sgd import LocalSGD
 
         self._local_sgd = LocalSGD(
             model,
             every,
-            outer_lr=float(os.environ.get("STOKER_LOCAL_SGD_OUTER_LR") or 1.0),
-            outer_momentum=float(os.environ.get("STOKER_LOCAL_SGD_OUTER_MOMENTUM") or 0.0),
             wire=torch.bfloat16 if compression.startswith("bf16") else None,
+            **outer,
         )
         local = self._local_sgd
         for optimizer in (one for one in prepared if isinstance(one, torch.optim.Optimizer)):

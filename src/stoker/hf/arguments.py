@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from stoker.comm.compression import COMPRESSIONS
+from stoker.comm.words import COMPRESSIONS, check_words, from_environment
 from stoker.hf.backend import choose
 from stoker.hf.retired import RETIRED, Retired
 
@@ -126,19 +126,10 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
     def _take_distributed_words(self) -> None:
         """What `stoker launch` was told for scripts that do not know these words, then the defaults."""
         for name, kind, default in _DISTRIBUTED:
-            told = os.environ.get(f"STOKER_{name.upper()}")
             if getattr(self, name) is None:
-                setattr(self, name, kind(told) if told else default)
-        if self.gradient_compression not in (None, *COMPRESSIONS):
-            raise ValueError(
-                f"gradient_compression is {self.gradient_compression!r}; choose one of {', '.join(COMPRESSIONS)}"
-            )
-        if self.local_sgd is not None and self.local_sgd < 0:
-            raise ValueError(f"local_sgd is {self.local_sgd}; it must be a number of steps, or 0 for none")
-        if self.local_sgd and self.gradient_compression == "powersgd":
-            raise ValueError(
-                "gradient_compression powersgd cannot be had with local_sgd, which sends no gradients; use bf16"
-            )
+                told = from_environment(name, kind)
+                setattr(self, name, default if told is None else told)
+        check_words(self.gradient_compression, self.local_sgd, self.local_sgd_outer_lr, self.local_sgd_outer_momentum)
 
     def _choose_backend(self, said: list[str]) -> str | None:
         if self.ddp_backend is None or not self.use_cpu:  # left to transformers

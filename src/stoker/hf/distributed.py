@@ -23,6 +23,7 @@ from stoker.comm.balance import TokenBalancedSampler
 from stoker.comm.compression import compress_gradients
 from stoker.comm.local_sgd import LocalSGD
 from stoker.comm.waiting import Arrival, StepWait, Waiting
+from stoker.comm.words import without_use
 from stoker.hf.batches import lengths_of
 
 if TYPE_CHECKING:
@@ -78,9 +79,11 @@ class Ranks:
 
     def train_begins(self) -> None:
         trainer, args = self.trainer, self.trainer.args
-        if not self.several:
-            return
         compression = getattr(args, "gradient_compression", None) or "none"
+        if not self.several:
+            if asked := without_use(compression, getattr(args, "local_sgd", None)):
+                log.warning("%s: without effect, for there is one process, or it is not on the CPU", asked)
+            return
         model = trainer.model_wrapped
         self._waiting = Waiting()
         if self._every:
@@ -99,6 +102,8 @@ class Ranks:
                 compress_gradients(model, compression)
                 self.compressed = model
             self._arrival = Arrival(trainer.model)
+        elif compression != "none" and trainer.is_world_process_zero():
+            log.warning("gradient_compression %s: without effect, for the model is not in DDP", compression)
 
     def train_ends(self) -> None:
         if self._arrival is not None:

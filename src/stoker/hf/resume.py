@@ -36,6 +36,8 @@ _ORDER = {
     "bf16": "bf16",
     "gradient compression": "gradient_compression",
     "local SGD": "local_sgd",
+    "outer learning rate": "local_sgd_outer_lr",
+    "outer momentum": "local_sgd_outer_momentum",
 }
 
 
