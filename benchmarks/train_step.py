@@ -79,10 +79,17 @@ def batch(case: Case, number: int, pad_to: int | None) -> dict[str, Any]:
     return {**inputs, "labels": torch.arange(len(lengths)) % 2}
 
 
-def training(case: Case, pad_to: int | None, prepare: Callable[[Any, Any], Any], autocast: bool = False) -> Step:
-    """The Trainer's step on a model that `prepare` may change."""
+def training(
+    case: Case,
+    pad_to: int | None,
+    prepare: Callable[[Any, Any], Any],
+    autocast: bool = False,
+    clip: Callable[..., Any] | None = None,
+) -> Step:
+    """The Trainer's step on a model that `prepare` may change, with the clipping that Trainer uses."""
     import torch
 
+    clip = clip or torch.nn.utils.clip_grad_norm_
     model = build_model(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, fused=True)
     model = prepare(model, optimizer)
@@ -92,7 +99,7 @@ def training(case: Case, pad_to: int | None, prepare: Callable[[Any, Any], Any],
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(**inputs).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(model.parameters(), 1.0)
         optimizer.step()
         model.zero_grad()
 
@@ -119,7 +126,7 @@ def stoker(name: str, dtype: str = "float32", **switches: Any) -> Step:
         return stoker.optimize(model, optimizer, dtype=getattr(torch, dtype), **switches)[0]
 
     # Stoker's own collator would not pad to the maximum, but stock's does, and it must not matter.
-    return training(CASES[name], CASES[name].pad_to, prepare)
+    return training(CASES[name], CASES[name].pad_to, prepare, clip=stoker.model.clip_grad_norm_)
 
 
 def products_alone(name: str) -> Step:
