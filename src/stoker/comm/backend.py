@@ -20,7 +20,7 @@ _said: set[str] = set()
 
 def create(options: Any) -> Any:
     """Called by torch.distributed for every group, on all its ranks, with torch's _DistributedBackendOptions."""
-    asked = os.environ.get("STOKER_CCL_BACKEND", "auto")
+    asked = os.environ.get("STOKER_CCL_BACKEND") or "auto"
     if asked not in {"auto", "compiled", "python"}:
         raise ValueError(f"STOKER_CCL_BACKEND={asked!r} is not a backend; choose auto, compiled or python")
     module = None if asked == "python" else _compiled(must=asked == "compiled")

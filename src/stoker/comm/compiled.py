@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = ["SOURCES", "CompiledUnavailable", "build", "compile_once", "load"]
 SOURCES = Path(__file__).parent / "torch_backend"
 _OWN = ("backend.cpp", "engine.h", "lane.h", "named.h", "tensors.h")
 _NAME = "stoker_ccl"
+_FAILURE_HOLDS = 3600.0  # seconds; what was full or missing may be mended by then
 _FUNCTIONS = (
     "error", "timeout", "abort", "destroy", "waited", "allreduce", "reduce_scatter", "allgather", "broadcast", "gather",
     "scatter", "alltoall", "barrier",
@@ -89,11 +91,25 @@ def compile_once(name: str, command: Callable[[str, Path], list[str]], what: str
         with open(directory / f"{target.name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_file():
+                _refuse_in_vain(compiler, target)
                 print(f"stoker ccl: compiling {what}", file=sys.stderr, flush=True)
                 _compile(compiler, command, target)
     except OSError as error:
         raise CompiledUnavailable(f"{directory} cannot be written: {error.strerror}") from error
     return target
+
+
+def _note_of_failure(target: Path) -> Path:
+    return target.with_suffix(".failed")
+
+
+def _refuse_in_vain(compiler: str, target: Path) -> None:
+    """What has failed a moment ago is not tried again, by the next rank or the next start, with the same compiler."""
+    note = _note_of_failure(target)
+    with contextlib.suppress(OSError, ValueError):
+        by, reason = note.read_text().split("\0", 1)
+        if by == compiler and time.time() - note.stat().st_mtime < _FAILURE_HOLDS:
+            raise CompiledUnavailable(f"{reason} (found a while ago; remove {note} to try again)")
 
 
 def _compile(compiler: str, command: Callable[[str, Path], list[str]], target: Path) -> None:
@@ -102,7 +118,9 @@ def _compile(compiler: str, command: Callable[[str, Path], list[str]], target: P
         result = subprocess.run(command(compiler, temporary), capture_output=True, text=True, check=False)
         if result.returncode:
             reason = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
+            _note_of_failure(target).write_text(f"{compiler}\0{compiler} failed: {reason}")
             raise CompiledUnavailable(f"{compiler} failed: {reason}")
+        _note_of_failure(target).unlink(missing_ok=True)
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

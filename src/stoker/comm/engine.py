@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from stoker.kernels import native
 
-__all__ = ["DTYPES", "OPS", "CollectiveError", "SharedMemory", "SharedMemoryUnavailable", "library", "slot_bytes"]
+__all__ = [
+    "DTYPES", "OPS", "CollectiveError", "SharedMemory", "SharedMemoryUnavailable", "chosen_memory", "library", "slot_bytes",
+]  # fmt: skip
 
 ABI = 1  # stoker_comm_abi() of the library these bindings were written for
 
@@ -118,9 +120,10 @@ class SharedMemory:
         `names` are the ranks' numbers in the whole job, for errors to name them by.
         """
         reasons = []
-        for kind in _kinds():
+        asked = chosen_memory()
+        for kind in ("memfd", "named") if asked == "auto" else (asked,):
             try:
-                group = _meet(dist.PrefixStore(kind, store), rank, ranks, kind == "named", piece or slot_bytes(ranks))
+                group = _meet(dist.PrefixStore(kind, store), rank, names, kind == "named", piece or slot_bytes(ranks))
             except SharedMemoryUnavailable as error:
                 reasons.append(str(error))
                 continue
@@ -159,45 +162,46 @@ class SharedMemory:
             library().stoker_comm_destroy(handle)
 
 
-def _kinds() -> tuple[str, ...]:
-    asked = os.environ.get("STOKER_CCL_SHM", "auto")
+def chosen_memory() -> str:
+    asked = os.environ.get("STOKER_CCL_SHM") or "auto"
     if asked not in {"auto", "memfd", "named"}:
         raise ValueError(f"STOKER_CCL_SHM={asked!r} is not a kind of shared memory; choose auto, memfd or named")
-    return ("memfd", "named") if asked == "auto" else (asked,)
+    return asked
 
 
-def _read(store: Any, key: str) -> bytes:
+def _read(store: Any, key: str, whose: int) -> bytes:
     """Polls: a store's blocking get would lock out every other thread of this process that uses the same store."""
     deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.0005
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise CollectiveError(f"ccl: no answer under {key!r} within {store.timeout.total_seconds():.0f} s")
+            seconds = store.timeout.total_seconds()
+            raise CollectiveError(f"ccl: rank {whose} has not come to share memory with this one within {seconds:g} s")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.02)
     return bytes(store.get(key))
 
 
-def _meet(store: Any, rank: int, ranks: int, named: bool, piece: int) -> SharedMemory:
-    lib = library()
+def _meet(store: Any, rank: int, names: Sequence[int], named: bool, piece: int) -> SharedMemory:
+    lib, ranks = library(), len(names)
     handle, trouble = None, ""
     if rank == 0:
         handle = lib.stoker_comm_create(ranks, 0, piece, int(named))
         trouble = "" if handle else lib.stoker_comm_opening_error().decode()
         store.set("address", lib.stoker_comm_address(handle) if handle else f"none:{trouble}".encode())
     else:
-        address = _read(store, "address")
+        address = _read(store, "address", names[0])
         if address.startswith(b"none:"):
             raise SharedMemoryUnavailable(address[5:].decode())
         handle = lib.stoker_comm_attach(address, rank)
         trouble = "" if handle else lib.stoker_comm_opening_error().decode()
         store.set(f"attached/{rank}", trouble or "ok")
     if rank == 0 and handle:
-        found = [_read(store, f"attached/{other}").decode() for other in range(1, ranks)]
+        found = [_read(store, f"attached/{other}", names[other]).decode() for other in range(1, ranks)]
         trouble = next((text for text in found if text != "ok"), "")
         lib.stoker_comm_seal(handle)  # attached or not: from here on nobody needs the name
         store.set("verdict", trouble or "ok")
     elif rank != 0:
-        verdict = _read(store, "verdict").decode()
+        verdict = _read(store, "verdict", names[0]).decode()
         trouble = "" if verdict == "ok" else verdict
     if trouble or not handle:
         if handle:

@@ -33,7 +33,15 @@ def host_identity() -> str:
 def exchange(store: dist.Store, key: str, rank: int, size: int, value: str) -> list[str]:
     """Every rank's `value`, in rank order."""
     store.set(f"{key}/{rank}", value)
-    return [store.get(f"{key}/{other}").decode() for other in range(size)]
+    found = []
+    for other in range(size):
+        try:
+            found.append(store.get(f"{key}/{other}").decode())
+        except dist.DistStoreError as error:
+            raise dist.DistStoreError(
+                f"ccl: rank {other} of a group of {size} has not come to set it up: {str(error).splitlines()[0]}"
+            ) from error
+    return found
 
 
 def group_by_host(identities: list[str]) -> list[list[int]]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from stoker import __version__
-from stoker.comm.engine import SharedMemory, SharedMemoryUnavailable
+from stoker.comm.engine import SharedMemory, SharedMemoryUnavailable, chosen_memory
 from stoker.comm.hosts import exchange, group_by_host, host_identity, own_address
 from stoker.comm.rollcall import RollCall
 from stoker.comm.wire import OneCCL, open_oneccl
@@ -73,7 +73,7 @@ class Paths:
 
 
 def chosen_engine() -> str:
-    asked = os.environ.get("STOKER_CCL_ENGINE", "auto")
+    asked = os.environ.get("STOKER_CCL_ENGINE") or "auto"
     if asked not in ENGINES:
         raise ValueError(f"STOKER_CCL_ENGINE={asked!r} is not an engine; choose one of {', '.join(ENGINES)}")
     return asked
@@ -81,10 +81,11 @@ def chosen_engine() -> str:
 
 def open_paths(store: dist.Store, rank: int, size: int, names: tuple[int, ...], timeout: timedelta) -> Paths:
     """Meets the other ranks through `store` and opens what is needed between them. Collective over the group."""
-    engine = chosen_engine()
+    engine, memory = chosen_engine(), chosen_memory()
     identities = exchange(store, "host", rank, size, host_identity())
     hosts = tuple(tuple(ranks) for ranks in group_by_host(identities))
     _agree(names, "STOKER_CCL_ENGINE", exchange(store, "engine", rank, size, engine), "set it alike on all")
+    _agree(names, "STOKER_CCL_SHM", exchange(store, "memory", rank, size, memory), "set it alike on all")
     _agree(names, "the version", exchange(store, "version", rank, size, _version()), "install the same on all hosts")
     host_names = "\n".join(sorted(set(identities)))
     here = next(ranks for ranks in hosts if rank in ranks)
