@@ -147,6 +147,20 @@ def reduce_scatter(rank: int, size: int) -> None:
         assert torch.equal(out, want)
 
 
+def averages_between_hosts(rank: int, size: int) -> None:
+    """Where gloo carries them, which has no mean."""
+    mean = sum(range(size)) / size
+    x = torch.full((5,), float(rank))
+    dist.reduce(x, 1, dist.ReduceOp.AVG)
+    assert rank != 1 or x.tolist() == [mean] * 5
+    out = torch.empty(3)
+    dist.reduce_scatter(out, [torch.full((3,), float(rank + other)) for other in range(size)], dist.ReduceOp.AVG)
+    assert out.tolist() == [mean + rank] * 3
+    work = dist.reduce_scatter_tensor(out, torch.full((3 * size,), float(rank)), dist.ReduceOp.AVG, async_op=True)
+    work.wait()
+    assert out.tolist() == [mean] * 3
+
+
 def alltoall(rank: int, size: int) -> None:
     for count in (1, 1000, 200_000):
         sent = [values(rank * size + other, count, torch.float32) for other in range(size)]

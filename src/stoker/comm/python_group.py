@@ -40,6 +40,8 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         self._timeout = self._now_timeout = paths.timeout
         self._wire = paths.wire
         self._lane = Lane("ccl")
+        self._after = Lane("ccl")
+        """What follows operations of gloo."""
         self._channels: dict[tuple[int, int, int], tuple[Lane, list[SharedMemory]]] = {}
         self._opening = threading.Lock()
 
@@ -76,7 +78,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         self._timeout = timeout
 
     def shutdown(self) -> None:
-        for lane, channel in [*self._channels.values(), (self._lane, [])]:
+        for lane, channel in [*self._channels.values(), (self._lane, []), (self._after, [])]:
             lane.close()
             for memory in channel:
                 memory.close()
@@ -132,7 +134,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         opts = opts or dist.ReduceOptions()
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if self._on_gloo():
-            return self._named(self.paths.flat.reduce(tensors, opts))
+            return self._averaged(opts, tensors[0], tensors, lambda: self.paths.flat.reduce(tensors, opts))
         item, op = _Dense(tensors[0]), _op_name(opts.reduceOp)
 
         def run() -> None:
@@ -143,6 +145,8 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or _c10d.AllgatherOptions()
+        if self._on_gloo() and len({tensor.shape for tensor in outputs[0]}) > 1:
+            return self._gather_uneven(outputs, inputs[0], opts)
         if self._on_gloo():
             return self._named(self.paths.flat.allgather(outputs, inputs, opts))
         source, targets = _Dense(inputs[0]), [_Dense(tensor) for tensor in outputs[0]]
@@ -167,7 +171,8 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or dist.ReduceScatterOptions()
         if self._on_gloo():
-            return self._named(self.paths.flat.reduce_scatter(outputs, inputs, opts))
+            flat = self.paths.flat
+            return self._averaged(opts, outputs[0], outputs, lambda: flat.reduce_scatter(outputs, inputs, opts))
         target, sources, op = _Dense(outputs[0]), [_Dense(tensor) for tensor in inputs[0]], _op_name(opts.reduceOp)
 
         def run() -> None:
@@ -181,7 +186,8 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         opts = opts or dist.ReduceScatterOptions()
         if self._on_gloo():
-            return self._named(self.paths.flat._reduce_scatter_base(output, source, opts))
+            flat = self.paths.flat
+            return self._averaged(opts, output, [output], lambda: flat._reduce_scatter_base(output, source, opts))
         return self.reduce_scatter([output.view(-1)], [_parts(source, self.size())], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -190,7 +196,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or dist.AllToAllOptions()
         if self._on_gloo():
-            return self._named(self.paths.flat.alltoall(outputs, inputs, opts))
+            return self._exchange_lists(outputs, inputs, opts)
         sources, targets = [_Dense(tensor) for tensor in inputs], [_Dense(tensor) for tensor in outputs]
 
         def run() -> None:
@@ -295,6 +301,47 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         assert self.paths.roll_call is not None
         return Named(work, self.paths.roll_call)
 
+    # What gloo has no words for: its own operation begins at once, so that all ranks begin theirs in the same order, and what is
+    # done in `after` makes of it what was asked for.
+
+    def _then(self, work: Any, result: Any, opts: Any, after: Callable[[], None]) -> Any:
+        named = self._named(work)
+
+        def run() -> None:
+            named.wait()
+            after()
+
+        return self._after.submit(run, result, inline=not opts.asyncOp)
+
+    def _averaged(self, opts: Any, target: Tensor, result: Any, begin: Callable[[], Any]) -> Any:
+        """gloo has no mean."""
+        if _op_name(opts.reduceOp) != "AVG":
+            return self._named(begin())
+        if not target.is_floating_point():
+            raise ValueError(f"avg of {target.dtype} is not defined")
+        opts.reduceOp = dist.ReduceOp.SUM
+
+        def divide() -> None:
+            target.div_(self.size())
+
+        return self._then(begin(), result, opts, divide)
+
+    def _gather_uneven(self, outputs: Any, source: Tensor, opts: Any) -> Any:
+        """Everyone sends as much as the one who has most."""
+        most = max(source.numel(), *(tensor.numel() for tensor in outputs[0]))
+        sent = source.new_zeros(most)
+        sent[: source.numel()] = source.detach().reshape(-1)
+        got = [torch.empty_like(sent) for _ in outputs[0]]
+        work = self.paths.flat.allgather([got], [sent], opts)
+        return self._then(work, outputs, opts, lambda: _copy_to(outputs[0], got))
+
+    def _exchange_lists(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        sent, received = [tensor.numel() for tensor in inputs], [tensor.numel() for tensor in outputs]
+        source = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
+        target = source.new_empty(sum(received))
+        work = self.paths.flat.alltoall_base(target, source, received, sent, opts)
+        return self._then(work, outputs, opts, lambda: _copy_to(outputs, target.split(received)))
+
     def _allreduce_or_explain(self, tensor: Tensor, op: str) -> None:
         try:
             self._hierarchical_allreduce(tensor, op)
@@ -398,6 +445,11 @@ class _Dense:
     def back(self) -> None:
         if self._dense.data_ptr() != self._tensor.data_ptr() or not self._tensor.is_contiguous():
             self._tensor.copy_(self._dense)
+
+
+def _copy_to(outputs: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
+    for output, found in zip(outputs, flat, strict=True):
+        output.detach().copy_(found[: output.numel()].view(output.shape))
 
 
 def _parts(tensor: Tensor, count: int) -> list[Tensor]:
