@@ -18,7 +18,7 @@ JOBS = {
 PLAIN = [
     "allreduce_bool", "allreduce_bits", "allreduce_of_transposed_memory", "allreduce_is_the_same_on_all_ranks",
     "low_precision_sums_round_once", "nan_and_infinity_come_through", "allreduce_coalesced", "reduce", "allgather_uneven",
-    "feedback_keeps_to_its_parameters",
+    "allgather_coalesced", "complex_numbers", "feedback_keeps_to_its_parameters",
     "reduce_scatter", "alltoall", "alltoall_single", "gather", "scatter", "barrier", "send_and_receive",
     "exchange_in_a_ring", "tags_keep_messages_apart", "objects", "sub_groups", "async_work", "futures",
     "async_order_is_free_between_groups", "data_parallel", "sharded_parallel", "zero_optimizer", "functional_collectives",
@@ -50,6 +50,19 @@ def test_promise_is_kept(job: tuple[str, Ranks], case: str) -> None:
     if name.startswith("python") and case in NOT_PYTHON:
         pytest.skip(NOT_PYTHON[case])
     ranks.run(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "tensors_that_do_not_fit", "shares_that_others_do_not_expect", "groups_that_are_gone",
+        "waiting_has_a_limit_of_its_own",
+    ],
+)  # fmt: skip
+def test_misuse_is_refused_with_a_sentence(job: tuple[str, Ranks], case: str) -> None:
+    if job[0].startswith("gloo"):
+        pytest.skip("how gloo says it, or aborts, is gloo's")
+    job[1].run(case, module="comm.misuse_cases")
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -7,8 +7,10 @@ thread costs more than a small collective.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,8 +27,16 @@ class _Work(_c10d.Work):  # type: ignore[misc]
         super().__init__()
         self._future = future
 
-    def wait(self, timeout: Any = None) -> bool:
-        self._future.wait()  # the engine keeps its own time and names who is missing
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """The engine keeps its own time and names who is missing; `timeout` is of this wait alone, the operation goes on."""
+        if timeout is not None and timeout > timedelta(0):
+            seconds = timeout.total_seconds()
+            deadline = time.monotonic() + seconds
+            while not self._future.done():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"ccl: waited {seconds:g} s for an operation that is not over")
+                time.sleep(0.001)
+        self._future.wait()
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:

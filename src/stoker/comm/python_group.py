@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stoker.comm.backend import open_channel
 from stoker.comm.engine import DTYPES, OPS, CollectiveError, SharedMemory
+from stoker.comm.fitting import expect_fit, expect_list, expect_type
 from stoker.comm.lane import Lane, Named
 from stoker.comm.paths import Paths
 
@@ -44,6 +45,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         """What follows operations of gloo."""
         self._channels: dict[tuple[int, int, int], tuple[Lane, list[SharedMemory]]] = {}
         self._opening = threading.Lock()
+        self._closed = False
 
     # --- what c10d asks of every process group
 
@@ -78,6 +80,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         self._timeout = timeout
 
     def shutdown(self) -> None:
+        self._closed = True
         for lane, channel in [*self._channels.values(), (self._lane, []), (self._after, [])]:
             lane.close()
             for memory in channel:
@@ -136,9 +139,10 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         if self._on_gloo():
             return self._averaged(opts, tensors[0], tensors, lambda: self.paths.flat.reduce(tensors, opts))
         item, op = _Dense(tensors[0]), _op_name(opts.reduceOp)
+        added = _numbers(item.flat, op)
 
         def run() -> None:
-            self._local("allreduce", item.address, item.count, _code(item.flat), _op_code(op), opts.rootRank)
+            self._local("allreduce", item.address, added.numel(), _code(added), _op_code(op), opts.rootRank)
             item.back()
 
         return self._start(run, tensors, opts)
@@ -149,6 +153,9 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
             return self._gather_uneven(outputs, inputs[0], opts)
         if self._on_gloo():
             return self._named(self.paths.flat.allgather(outputs, inputs, opts))
+        expect_list("all_gather", outputs[0], self.size())
+        expect_type("all_gather", inputs[0], outputs[0])
+        expect_fit("all_gather, to itself", inputs[0], outputs[0][self.rank()])
         source, targets = _Dense(inputs[0]), [_Dense(tensor) for tensor in outputs[0]]
 
         def run() -> None:
@@ -163,7 +170,15 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         opts = opts or _c10d.AllgatherOptions()
         if self._on_gloo():
             return self._named(self.paths.flat._allgather_base(output, source, opts))
+        expect_fit("all_gather_into_tensor", source, output, gathered=self.size())
         return self.allgather([_parts(output, self.size())], [source.reshape(-1)], opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        expect_list("all_gather_coalesced", outputs, self.size())
+        for tensors in outputs:
+            expect_list("all_gather_coalesced, outputs of a rank", tensors, len(inputs))
+        by_input = zip(zip(*outputs, strict=True), inputs, strict=True)
+        return self._last(self.allgather([list(found)], [source], opts) for found, source in by_input)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self._last(self._allgather_base(o, i, opts) for o, i in zip(outputs, inputs, strict=True))
@@ -173,12 +188,16 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         if self._on_gloo():
             flat = self.paths.flat
             return self._averaged(opts, outputs[0], outputs, lambda: flat.reduce_scatter(outputs, inputs, opts))
+        expect_list("reduce_scatter", inputs[0], self.size())
+        expect_type("reduce_scatter", outputs[0], inputs[0])
+        expect_fit("reduce_scatter", inputs[0][self.rank()], outputs[0])
         target, sources, op = _Dense(outputs[0]), [_Dense(tensor) for tensor in inputs[0]], _op_name(opts.reduceOp)
 
         def run() -> None:
-            counts = _sizes(source.count for source in sources)
+            counts = _sizes(_numbers(source.flat, op).numel() for source in sources)
             addresses = _pointers(source.address for source in sources)
-            self._local("reduce_scatter", addresses, target.address, counts, _code(target.flat), _op_code(op))
+            code = _code(_numbers(target.flat, op))
+            self._local("reduce_scatter", addresses, target.address, counts, code, _op_code(op))
             target.back()
 
         return self._start(run, outputs, opts)
@@ -188,6 +207,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         if self._on_gloo():
             flat = self.paths.flat
             return self._averaged(opts, output, [output], lambda: flat._reduce_scatter_base(output, source, opts))
+        expect_fit("reduce_scatter_tensor", source, output, scattered=self.size())
         return self.reduce_scatter([output.view(-1)], [_parts(source, self.size())], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -197,6 +217,10 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         opts = opts or dist.AllToAllOptions()
         if self._on_gloo():
             return self._exchange_lists(outputs, inputs, opts)
+        for tensors in (inputs, outputs):
+            expect_list("all_to_all", tensors, self.size())
+            expect_type("all_to_all", inputs[0], tensors)
+        expect_fit("all_to_all, to itself", inputs[self.rank()], outputs[self.rank()])
         sources, targets = [_Dense(tensor) for tensor in inputs], [_Dense(tensor) for tensor in outputs]
 
         def run() -> None:
@@ -221,14 +245,22 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
                     output, source, output_splits, input_splits, opts or dist.AllToAllOptions()
                 )
             )
-        sizes = [list(splits) or [tensor.shape[0] // self.size()] * self.size() for splits, tensor in
-                 ((output_splits, output), (input_splits, source))]  # fmt: skip
-        return self.alltoall(list(output.split(sizes[0])), list(source.split(sizes[1])), opts)
+        return self.alltoall(self._split(output, output_splits), self._split(source, input_splits), opts)
+
+    def _split(self, tensor: Tensor, splits: Any) -> list[Tensor]:
+        rows, ranks = tensor.shape[0], self.size()
+        if not splits and rows % ranks:
+            raise ValueError(f"alltoall: {rows} rows cannot be divided among {ranks} ranks; give the splits")
+        return list(tensor.split(list(splits) or [rows // ranks] * ranks))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or dist.GatherOptions()
         if self._on_gloo():
             return self._named(self.paths.flat.gather(outputs, inputs, opts))
+        if opts.rootRank == self.rank():
+            expect_list("gather", outputs[0], self.size())
+            for tensor in outputs[0]:
+                expect_fit("gather", inputs[0], tensor)
         source = _Dense(inputs[0])
         targets = [_Dense(tensor) for tensor in outputs[0]] if opts.rootRank == self.rank() else []
 
@@ -244,6 +276,10 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         opts = opts or dist.ScatterOptions()
         if self._on_gloo():
             return self._named(self.paths.flat.scatter(outputs, inputs, opts))
+        if opts.rootRank == self.rank():
+            expect_list("scatter", inputs[0], self.size())
+            for tensor in inputs[0]:
+                expect_fit("scatter", tensor, outputs[0])
         target = _Dense(outputs[0])
         sources = [_Dense(tensor) for tensor in inputs[0]] if opts.rootRank == self.rank() else []
 
@@ -270,14 +306,25 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     # --- point to point: a channel of two ranks per direction and tag, so that no message waits behind another
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
+        self._check_rank(to)
         if to not in self.paths.here or self.paths.local is None:
             return self._named(self.paths.flat.send(tensors, to, tag))
         return self._message(self.rank(), to, tag, tensors)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        self._check_rank(source)
         if source not in self.paths.here or self.paths.local is None:
             return self._named(self.paths.flat.recv(tensors, source, tag))
         return self._message(source, self.rank(), tag, tensors)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        raise RuntimeError("ccl receives from a rank that is named; give recv its src")
+
+    def _check_rank(self, rank: int) -> None:
+        if self._closed:
+            raise RuntimeError("this ccl group has been destroyed")
+        if not 0 <= rank < self.size():
+            raise ValueError(f"there is no rank {rank} in a group of {self.size()}")
 
     def _message(self, source: int, to: int, tag: int, tensors: list[Tensor]) -> Any:
         item = _Dense(tensors[0])
@@ -436,14 +483,14 @@ class _Dense:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             raise ValueError(f"ccl works on dense CPU tensors, not on one of {tensor.layout} on {tensor.device}")
         self._tensor = tensor.detach()
-        self._dense = self._tensor.contiguous()
+        self._dense = self._tensor.contiguous().resolve_conj().resolve_neg()
         self.flat = self._dense.view(-1)
         self.count = self.flat.numel()
         self.bytes = self.count * self.flat.element_size()
         self.address = self.flat.data_ptr()
 
     def back(self) -> None:
-        if self._dense.data_ptr() != self._tensor.data_ptr() or not self._tensor.is_contiguous():
+        if self._dense is not self._tensor:
             self._tensor.copy_(self._dense)
 
 
@@ -457,6 +504,11 @@ def _parts(tensor: Tensor, count: int) -> list[Tensor]:
     if flat.numel() % count:
         raise ValueError(f"a tensor of {flat.numel()} elements cannot be divided among {count} ranks")
     return list(flat.split(flat.numel() // count)) if flat.numel() else [flat] * count
+
+
+def _numbers(flat: Tensor, op: str) -> Tensor:
+    """What is added up: complex numbers as pairs of real ones, which have the same sum and mean."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() and op in {"SUM", "AVG"} else flat
 
 
 def _code(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include <atomic>
 #include <map>
 #include <numeric>
 
@@ -48,6 +49,7 @@ class Backend : public c10d::Backend {
     // Threads that are joined here may want the interpreter to finish what they are at.
     std::optional<pybind11::gil_scoped_release> released;
     if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
+    closed_ = true;
     for (auto& [key, channel] : channels_) {
       channel->lane.close();
       if (channel->group) engine.destroy(channel->group);
@@ -69,6 +71,7 @@ class Backend : public c10d::Backend {
   }
 
   Ref<Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override {
+    check_open();
     if (!local_) return named(flat_->allreduce(tensors, opts));
     const int op = op_code(opts.reduceOp);
     auto items = dense(tensors);
@@ -104,9 +107,11 @@ class Backend : public c10d::Backend {
                   [tensors, size = getSize()] { tensors[0].div_(size); });
     if (!one_host()) return named(flat_->reduce(tensors, opts));
     Dense item(tensors.at(0));
-    const int op = op_code(opts.reduceOp), type = type_code(item.dense), root = static_cast<int>(opts.rootRank);
-    return start(c10d::OpType::REDUCE, opts, tensors, [this, item, op, type, root] {
-      check(local_, engine.allreduce(local_, item.data(), item.count(), type, op, root));
+    const int op = op_code(opts.reduceOp), root = static_cast<int>(opts.rootRank);
+    const at::Tensor added = numbers(item.dense, op);
+    const int type = type_code(added);
+    return start(c10d::OpType::REDUCE, opts, tensors, [this, item, added, op, type, root] {
+      check(local_, engine.allreduce(local_, added.data_ptr(), added.numel(), type, op, root));
       item.back();
     });
   }
@@ -120,7 +125,26 @@ class Backend : public c10d::Backend {
 
   Ref<Work> _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
     if (!one_host()) return named(flat_->_allgather_base(output, input, opts));
+    expect_fit("all_gather_into_tensor", input, output, getSize(), 1);
     return gather_all(parts(output, getSize()), input, opts);
+  }
+
+  Ref<Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                                const c10d::AllgatherOptions& opts) override {
+    TORCH_CHECK_VALUE(static_cast<int>(outputs.size()) == getSize(), "all_gather_coalesced: ", outputs.size(),
+                      " lists of outputs for a group of ", getSize(), " ranks; give one for each");
+    Ref<Work> last;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      std::vector<std::vector<at::Tensor>> by_rank(1);
+      for (const auto& list : outputs) {
+        TORCH_CHECK_VALUE(list.size() == inputs.size(), "all_gather_coalesced: ", inputs.size(), " inputs, and ", list.size(),
+                          " outputs for a rank");
+        by_rank[0].push_back(list[i]);
+      }
+      std::vector<at::Tensor> input{inputs[i]};
+      last = allgather(by_rank, input, opts);
+    }
+    return last;
   }
 
   Ref<Work> allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
@@ -144,6 +168,7 @@ class Backend : public c10d::Backend {
       return then(c10d::OpType::REDUCE_SCATTER, opts, flat_->_reduce_scatter_base(output, input, summing(opts)), {output},
                   [output, size = getSize()] { output.div_(size); });
     if (!one_host()) return named(flat_->_reduce_scatter_base(output, input, opts));
+    expect_fit("reduce_scatter_tensor", input, output, 1, getSize());
     return scatter_reduced(output, parts(input, getSize()), opts);
   }
 
@@ -157,6 +182,11 @@ class Backend : public c10d::Backend {
   Ref<Work> alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
                      const c10d::AllToAllOptions& opts) override {
     if (!one_host()) return exchange_lists(outputs, inputs, opts);
+    expect_list("all_to_all", inputs, getSize());
+    expect_list("all_to_all", outputs, getSize());
+    for (const auto& tensor : inputs) expect_type("all_to_all", inputs[0], tensor);
+    for (const auto& tensor : outputs) expect_type("all_to_all", inputs[0], tensor);
+    expect_fit("all_to_all, to itself", inputs[getRank()], outputs[getRank()]);
     auto sources = dense(inputs), targets = dense(outputs);
     return start(c10d::OpType::ALLTOALL, opts, outputs, [this, sources, targets] {
       const auto from = addresses(sources), to = addresses(targets);
@@ -178,6 +208,10 @@ class Backend : public c10d::Backend {
     if (!one_host()) return named(flat_->gather(outputs, inputs, opts));
     const int root = static_cast<int>(opts.rootRank);
     Dense source(inputs.at(0));
+    if (root == getRank()) {
+      expect_list("gather", outputs.at(0), getSize());
+      for (const auto& target : outputs[0]) expect_fit("gather", source.tensor, target);
+    }
     auto targets = root == getRank() ? dense(outputs.at(0)) : std::vector<Dense>();
     return start(c10d::OpType::GATHER, opts, inputs, [this, source, targets, root] {
       const auto to = addresses(targets);
@@ -191,6 +225,10 @@ class Backend : public c10d::Backend {
     if (!one_host()) return named(flat_->scatter(outputs, inputs, opts));
     const int root = static_cast<int>(opts.rootRank);
     Dense target(outputs.at(0));
+    if (root == getRank()) {
+      expect_list("scatter", inputs.at(0), getSize());
+      for (const auto& source : inputs[0]) expect_fit("scatter", source, target.tensor);
+    }
     auto sources = root == getRank() ? dense(inputs.at(0)) : std::vector<Dense>();
     return start(c10d::OpType::SCATTER, opts, outputs, [this, target, sources, root] {
       const auto from = addresses(sources);
@@ -214,6 +252,10 @@ class Backend : public c10d::Backend {
     return message(c10d::OpType::RECV, from, getRank(), tag, tensors);
   }
 
+  Ref<Work> recvAnysource(std::vector<at::Tensor>&, int) override {
+    TORCH_CHECK(false, "ccl receives from a rank that is named; give recv its src");
+  }
+
  private:
   static constexpr int64_t kWirePiece = 8 << 20, kSmallOnWire = 64 << 10;
   static constexpr double kLongestFarewell = 10;
@@ -223,8 +265,18 @@ class Backend : public c10d::Backend {
     Lane lane;
   };
 
-  bool one_host() const { return local_ && hosts_ == 1; }
-  bool reaches(int rank) const { return local_ && std::find(here_.begin(), here_.end(), rank) != here_.end(); }
+  void check_open() const { TORCH_CHECK(!closed_, "this ccl group has been destroyed"); }
+
+  bool one_host() const {
+    check_open();
+    return local_ && hosts_ == 1;
+  }
+
+  bool reaches(int rank) const {
+    check_open();
+    TORCH_CHECK_VALUE(rank >= 0 && rank < getSize(), "there is no rank ", rank, " in a group of ", getSize());
+    return local_ && std::find(here_.begin(), here_.end(), rank) != here_.end();
+  }
 
   template <typename Options>
   Ref<Work> start(c10d::OpType kind, const Options& opts, std::vector<at::Tensor> results, std::function<void()> run) {
@@ -243,10 +295,13 @@ class Backend : public c10d::Backend {
     if (!sizes.empty()) return tensor.split_with_sizes(sizes);
     TORCH_CHECK(tensor.size(0) % getSize() == 0, "alltoall: ", tensor.size(0), " rows cannot be divided among ", getSize(),
                 " ranks; give the splits");
-    return tensor.split(std::max<int64_t>(1, tensor.size(0) / getSize()));
+    return tensor.split_with_sizes(std::vector<int64_t>(getSize(), tensor.size(0) / getSize()));
   }
 
   Ref<Work> gather_all(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const c10d::AllgatherOptions& opts) {
+    expect_list("all_gather", outputs, getSize());
+    for (const auto& output : outputs) expect_type("all_gather", input, output);
+    expect_fit("all_gather, to itself", input, outputs[getRank()]);
     Dense source(input);
     auto targets = dense(outputs);
     return start(c10d::OpType::ALLGATHER, opts, outputs, [this, source, targets] {
@@ -259,13 +314,16 @@ class Backend : public c10d::Backend {
 
   Ref<Work> scatter_reduced(const at::Tensor& output, const std::vector<at::Tensor>& inputs,
                             const c10d::ReduceScatterOptions& opts) {
+    expect_list("reduce_scatter", inputs, getSize());
+    for (const auto& input : inputs) expect_type("reduce_scatter", input, output);
+    expect_fit("reduce_scatter", inputs[getRank()], output);
     Dense target(output);
     auto sources = dense(inputs);
-    const int type = type_code(target.dense), op = op_code(opts.reduceOp);
+    const int op = op_code(opts.reduceOp), type = type_code(numbers(target.dense, op));
     return start(c10d::OpType::REDUCE_SCATTER, opts, {output}, [this, target, sources, type, op] {
       const auto from = addresses(sources);
       std::vector<int64_t> counts;
-      for (const auto& source : sources) counts.push_back(source.count());
+      for (const auto& source : sources) counts.push_back(numbers(source.dense, op).numel());
       check(local_, engine.reduce_scatter(local_, from.data(), target.data(), counts.data(), type, op));
       target.back();
     });
@@ -445,6 +503,7 @@ class Backend : public c10d::Backend {
   void* wire_;                    // oneCCL between the leaders, or null
   std::vector<bool> wire_takes_;  // small, large, small and 16 bits, large and 16 bits: whether oneCCL is faster than gloo
   std::string beyond_;            // how errors call the other hosts
+  std::atomic<bool> closed_ = false;
   double timeout_, now_timeout_ = 0;
   Opener opener_;
   Explain explain_;

@@ -37,9 +37,11 @@ class Job : public Work {
     return future_;
   }
 
-  void perform() {
+  // `refusal`: why it is not to run any more.
+  void perform(const char* refusal = nullptr) {
     std::exception_ptr failure;
     try {
+      TORCH_CHECK(!refusal, refusal);
       run_();
     } catch (...) {
       failure = std::current_exception();
@@ -82,8 +84,19 @@ class Lane {
     change_.notify_all();
   }
 
+  // Leaves `job` to the lane's own thread, which nothing keeps from waiting longer; false if it is not over by then.
+  bool watch(Job& job, Milliseconds timeout) {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    std::unique_lock<std::mutex> hold(mutex_);
+    if (!thread_.joinable() && !closed_) thread_ = std::thread([this] { serve(); });
+    change_.notify_all();
+    while (!job.isCompleted())
+      if (change_.wait_until(hold, deadline) == std::cv_status::timeout) return job.isCompleted();
+    return true;
+  }
+
   // Runs what is before `job` and the job itself here, unless another thread is at it; then waits for that thread.
-  void help(Job& job) {
+  bool help(Job& job) {
     std::unique_lock<std::mutex> hold(mutex_);
     while (!job.isCompleted()) {
       if (busy_ || jobs_.empty())
@@ -91,6 +104,7 @@ class Lane {
       else
         run_first(hold);
     }
+    return true;
   }
 
   void close() {
@@ -100,6 +114,7 @@ class Lane {
       change_.notify_all();
     }
     if (thread_.joinable()) thread_.join();
+    for (; !jobs_.empty(); jobs_.pop_front()) jobs_.front()->perform("this ccl group has been destroyed");
   }
 
  private:
@@ -130,9 +145,11 @@ class Lane {
   bool busy_ = false, closed_ = false;
 };
 
-bool Job::wait(Milliseconds) {
-  // The engine keeps its own time and names who is missing, which a timeout here could not.
-  lane_.help(*this);
+bool Job::wait(Milliseconds timeout) {
+  // The engine keeps its own time and names who is missing; a limit given here is of this wait alone, the operation goes on.
+  const bool over = isCompleted() || (timeout.count() > 0 ? lane_.watch(*this, timeout) : lane_.help(*this));
+  TORCH_CHECK(over, "ccl: rank ", rank_, " waited ", static_cast<double>(timeout.count()) / 1000, " s for an operation (",
+              c10d::opTypeToString(retrieveOpType()), ") that is not over");
   const std::lock_guard<std::mutex> hold(mutex_);
   if (exception_) std::rethrow_exception(exception_);
   return true;

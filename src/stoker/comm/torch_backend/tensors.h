@@ -44,7 +44,7 @@ struct Dense {
   explicit Dense(const at::Tensor& tensor) : tensor(tensor) {
     TORCH_CHECK(tensor.device().is_cpu() && tensor.layout() == at::kStrided, "ccl works on dense CPU tensors, not on one of ",
                 tensor.layout(), " on ", tensor.device());
-    dense = tensor.contiguous();
+    dense = tensor.contiguous().resolve_conj().resolve_neg();
   }
   void* data() const { return dense.data_ptr(); }
   int64_t count() const { return dense.numel(); }
@@ -54,6 +54,11 @@ struct Dense {
   }
   at::Tensor tensor, dense;
 };
+
+// What is added up: complex numbers as pairs of real ones, which have the same sum and mean.
+at::Tensor numbers(const at::Tensor& dense, int op) {
+  return dense.is_complex() && (op == 0 || op == 1) ? at::view_as_real(dense) : dense;
+}
 
 std::vector<Dense> dense(const std::vector<at::Tensor>& tensors) {
   std::vector<Dense> all;
@@ -73,9 +78,28 @@ std::vector<int64_t> sizes_in_bytes(const std::vector<Dense>& items) {
   return all;
 }
 
+// The engine sees addresses only: what does not fit together is refused here, or it would write past a tensor's end.
+void expect_list(const char* operation, const std::vector<at::Tensor>& list, int ranks) {
+  TORCH_CHECK_VALUE(static_cast<int>(list.size()) == ranks, operation, ": a list of ", list.size(), " tensors for a group of ",
+                    ranks, " ranks; give one for each");
+}
+
+void expect_type(const char* operation, const at::Tensor& one, const at::Tensor& other) {
+  TORCH_CHECK_VALUE(one.scalar_type() == other.scalar_type(), operation, ": tensors of ", one.scalar_type(), " and of ",
+                    other.scalar_type(), "; all must have one type");
+}
+
+// An input `grows` times as large makes an output `shrinks` times as large.
+void expect_fit(const char* operation, const at::Tensor& input, const at::Tensor& output, int grows = 1, int shrinks = 1) {
+  expect_type(operation, input, output);
+  TORCH_CHECK_VALUE(input.numel() * grows == output.numel() * shrinks, operation, ": an input of ", input.numel(),
+                    " elements does not fit an output of ", output.numel(), grows * shrinks == 1 ? "" : " in a group of this size");
+}
+
 std::vector<at::Tensor> parts(const at::Tensor& tensor, int count) {
   const auto flat = tensor.view({-1});
-  TORCH_CHECK(flat.numel() % count == 0, "a tensor of ", flat.numel(), " elements cannot be divided among ", count, " ranks");
+  TORCH_CHECK_VALUE(flat.numel() % count == 0, "a tensor of ", flat.numel(), " elements cannot be divided among ", count,
+                    " ranks");
   const int64_t each = flat.numel() / count;
   std::vector<at::Tensor> all;
   for (int i = 0; i < count; ++i) all.push_back(flat.narrow(0, i * each, each));
