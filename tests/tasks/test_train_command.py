@@ -221,7 +221,7 @@ def test_a_hub_data_set_without_the_package_is_one_sentence(
 
 
 def test_the_command_that_goes_on_neither_starts_over_nor_goes_back() -> None:
-    from stoker.tasks.options import going_on
+    from stoker.launch.resume import going_on
 
     words = "--a 1 --overwrite_output_dir --b --resume_from_checkpoint out/checkpoint-2 --c=x"
     assert " ".join(going_on(words.split())) == "--a 1 --b --c=x"

@@ -129,6 +129,8 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
             if getattr(self, name) is None:
                 told = from_environment(name, kind)
                 setattr(self, name, default if told is None else told)
+        assert self.local_sgd_outer_lr is not None
+        assert self.local_sgd_outer_momentum is not None
         check_words(self.gradient_compression, self.local_sgd, self.local_sgd_outer_lr, self.local_sgd_outer_momentum)
 
     def _choose_backend(self, said: list[str]) -> str | None:

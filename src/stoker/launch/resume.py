@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stoker.hf import checkpoints
 
-__all__ = ["command", "tell"]
+__all__ = ["command", "going_on", "tell"]
 
 
 def command(launch: Sequence[str], arguments: Sequence[str]) -> str | None:
@@ -18,8 +18,21 @@ def command(launch: Sequence[str], arguments: Sequence[str]) -> str | None:
     found = checkpoints.last_good(Path(folder)) if folder else None
     if found is None:
         return None
-    kept = _without("--resume_from_checkpoint", [word for word in launch if word != "--overwrite_output_dir"])
-    return shlex.join([*kept, "--resume_from_checkpoint", str(found)])
+    return shlex.join([*going_on(launch), "--resume_from_checkpoint", str(found)])
+
+
+def going_on(words: Sequence[str]) -> list[str]:
+    """A command without what would start over or go on from elsewhere: --overwrite_output_dir, --resume_from_checkpoint."""
+    kept: list[str] = []
+    dropped = False
+    for word in words:
+        dropped = (dropped and not word.startswith("--")) or word.partition("=")[0].replace("-", "_") in (
+            "__overwrite_output_dir",
+            "__resume_from_checkpoint",
+        )
+        if not dropped:
+            kept.append(word)
+    return kept
 
 
 def tell(arguments: Sequence[str]) -> None:
@@ -35,16 +48,3 @@ def _value(name: str, words: Sequence[str]) -> str | None:
         if word.startswith(f"{name}="):
             return word.partition("=")[2]
     return None
-
-
-def _without(name: str, words: Sequence[str]) -> list[str]:
-    kept: list[str] = []
-    skip = False
-    for word in words:
-        if skip:
-            skip = False
-        elif word == name:
-            skip = True
-        elif not word.startswith(f"{name}="):
-            kept.append(word)
-    return kept

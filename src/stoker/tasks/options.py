@@ -16,7 +16,7 @@ from stoker.hf.arguments import TrainingArguments
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
 
-__all__ = ["DataOptions", "ModelOptions", "OptionParser", "given", "going_on", "program", "words_of"]
+__all__ = ["DataOptions", "ModelOptions", "OptionParser", "given", "program", "words_of"]
 
 
 @dataclass
@@ -130,20 +130,6 @@ def words_of(argv: list[str]) -> list[str]:
         elif value is not None:
             words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
     return words
-
-
-def going_on(words: list[str]) -> list[str]:
-    """A command without what would start over or go on from elsewhere: --overwrite_output_dir, --resume_from_checkpoint."""
-    kept: list[str] = []
-    dropped = False
-    for word in words:
-        dropped = (dropped and not word.startswith("--")) or word.partition("=")[0].replace("-", "_") in (
-            "__overwrite_output_dir",
-            "__resume_from_checkpoint",
-        )
-        if not dropped:
-            kept.append(word)
-    return kept
 
 
 def program() -> list[str]:

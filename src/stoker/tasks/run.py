@@ -17,10 +17,11 @@ from stoker.errors import UserError
 from stoker.hf import checkpoints
 from stoker.hf.restart import Start
 from stoker.hf.trainer import Trainer
+from stoker.launch.resume import going_on
 from stoker.tasks import memory
 from stoker.tasks.display import Display
 from stoker.tasks.loading import quiet
-from stoker.tasks.options import OptionParser, given, going_on, program, words_of
+from stoker.tasks.options import OptionParser, given, program, words_of
 
 __all__ = ["Job", "begin", "cut", "finish", "train", "write_json"]
 
