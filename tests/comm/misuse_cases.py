@@ -72,6 +72,13 @@ def shares_that_others_do_not_expect(rank: int, size: int) -> None:
         refused(lambda: dist.all_to_all(got, sent, group=group), "sends")
 
 
+def messages_of_another_length(rank: int, size: int) -> None:
+    if rank == 0:
+        dist.send(torch.ones(5), 1, tag=77)
+    elif rank == 1:
+        refused(lambda: dist.recv(torch.ones(4), 0, tag=77), "rank 0 in message of 20 bytes from rank 0")
+
+
 def groups_that_are_gone(rank: int, size: int) -> None:
     group = dist.new_group()
     work = dist.all_reduce(torch.ones(3), group=group, async_op=True)

@@ -55,8 +55,8 @@ def test_promise_is_kept(job: tuple[str, Ranks], case: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        "tensors_that_do_not_fit", "shares_that_others_do_not_expect", "groups_that_are_gone",
-        "waiting_has_a_limit_of_its_own",
+        "tensors_that_do_not_fit", "shares_that_others_do_not_expect", "messages_of_another_length",
+        "groups_that_are_gone", "waiting_has_a_limit_of_its_own",
     ],
 )  # fmt: skip
 def test_misuse_is_refused_with_a_sentence(job: tuple[str, Ranks], case: str) -> None:

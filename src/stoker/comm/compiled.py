@@ -30,7 +30,7 @@ from stoker.machine.cache_directory import cache_directory
 __all__ = ["SOURCES", "CompiledUnavailable", "build", "compile_once", "load"]
 
 SOURCES = Path(__file__).parent / "torch_backend"
-_OWN = ("backend.cpp", "engine.h", "lane.h", "named.h", "tensors.h")
+_OWN = ("backend.cpp", "between_hosts.h", "engine.h", "lane.h", "named.h", "tensors.h")
 _NAME = "stoker_ccl"
 _FAILURE_HOLDS = 3600.0  # seconds; what was full or missing may be mended by then
 _FUNCTIONS = (

@@ -6,9 +6,8 @@ get a dense stand-in that is copied back.
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stoker.comm.backend import open_channel
-from stoker.comm.engine import DTYPES, OPS, CollectiveError, SharedMemory
+from stoker.comm.engine import CollectiveError, SharedMemory
 from stoker.comm.fitting import expect_fit, expect_list, expect_type
 from stoker.comm.lane import Lane, Named
 from stoker.comm.paths import Paths
+from stoker.comm.tensors import Dense, copy_to, numbers, op_code, op_name, parts, pointers, sizes, type_code
 
 __all__ = ["PythonGroup"]
 
@@ -102,17 +102,17 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or dist.AllreduceOptions()
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        op = _op_name(opts.reduceOp)
+        op = op_name(opts.reduceOp)
         if self._on_gloo(hierarchical=True):
             return self._named(self.paths.flat.allreduce(tensors, opts))
-        dense = [_Dense(tensor) for tensor in tensors]
+        dense = [Dense(tensor) for tensor in tensors]
 
         def run() -> None:
             for item in dense:
                 if self.paths.hierarchical:
                     self._allreduce_or_explain(item.flat, op)
                 else:
-                    self._local("allreduce", item.address, item.count, _code(item.flat), _op_code(op), -1)
+                    self._local("allreduce", item.address, item.count, type_code(item.flat), op_code(op), -1)
                 item.back()
 
         return self._start(run, tensors, opts)
@@ -125,7 +125,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if self._on_gloo(hierarchical=False):
             return self._named(self.paths.flat.broadcast(tensors, opts))
-        item = _Dense(tensors[0])
+        item = Dense(tensors[0])
 
         def run() -> None:
             self._local("broadcast", item.address, item.bytes, opts.rootRank)
@@ -138,29 +138,29 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if self._on_gloo():
             return self._averaged(opts, tensors[0], tensors, lambda: self.paths.flat.reduce(tensors, opts))
-        item, op = _Dense(tensors[0]), _op_name(opts.reduceOp)
-        added = _numbers(item.flat, op)
+        item, op = Dense(tensors[0]), op_name(opts.reduceOp)
+        added = numbers(item.flat, op)
 
         def run() -> None:
-            self._local("allreduce", item.address, added.numel(), _code(added), _op_code(op), opts.rootRank)
+            self._local("allreduce", item.address, added.numel(), type_code(added), op_code(op), opts.rootRank)
             item.back()
 
         return self._start(run, tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or _c10d.AllgatherOptions()
+        expect_list("all_gather", outputs[0], self.size())
         if self._on_gloo() and len({tensor.shape for tensor in outputs[0]}) > 1:
             return self._gather_uneven(outputs, inputs[0], opts)
         if self._on_gloo():
             return self._named(self.paths.flat.allgather(outputs, inputs, opts))
-        expect_list("all_gather", outputs[0], self.size())
         expect_type("all_gather", inputs[0], outputs[0])
         expect_fit("all_gather, to itself", inputs[0], outputs[0][self.rank()])
-        source, targets = _Dense(inputs[0]), [_Dense(tensor) for tensor in outputs[0]]
+        source, targets = Dense(inputs[0]), [Dense(tensor) for tensor in outputs[0]]
 
         def run() -> None:
-            sizes = [target.bytes for target in targets]
-            self._local("allgather", source.address, _pointers(t.address for t in targets), _sizes(sizes))
+            lengths = sizes(target.bytes for target in targets)
+            self._local("allgather", source.address, pointers(t.address for t in targets), lengths)
             for target in targets:
                 target.back()
 
@@ -171,7 +171,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         if self._on_gloo():
             return self._named(self.paths.flat._allgather_base(output, source, opts))
         expect_fit("all_gather_into_tensor", source, output, gathered=self.size())
-        return self.allgather([_parts(output, self.size())], [source.reshape(-1)], opts)
+        return self.allgather([parts(output, self.size())], [source.reshape(-1)], opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         expect_list("all_gather_coalesced", outputs, self.size())
@@ -191,13 +191,13 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         expect_list("reduce_scatter", inputs[0], self.size())
         expect_type("reduce_scatter", outputs[0], inputs[0])
         expect_fit("reduce_scatter", inputs[0][self.rank()], outputs[0])
-        target, sources, op = _Dense(outputs[0]), [_Dense(tensor) for tensor in inputs[0]], _op_name(opts.reduceOp)
+        target, sources, op = Dense(outputs[0]), [Dense(tensor) for tensor in inputs[0]], op_name(opts.reduceOp)
 
         def run() -> None:
-            counts = _sizes(_numbers(source.flat, op).numel() for source in sources)
-            addresses = _pointers(source.address for source in sources)
-            code = _code(_numbers(target.flat, op))
-            self._local("reduce_scatter", addresses, target.address, counts, code, _op_code(op))
+            counts = sizes(numbers(source.flat, op).numel() for source in sources)
+            addresses = pointers(source.address for source in sources)
+            kind = type_code(numbers(target.flat, op))
+            self._local("reduce_scatter", addresses, target.address, counts, kind, op_code(op))
             target.back()
 
         return self._start(run, outputs, opts)
@@ -208,28 +208,28 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
             flat = self.paths.flat
             return self._averaged(opts, output, [output], lambda: flat._reduce_scatter_base(output, source, opts))
         expect_fit("reduce_scatter_tensor", source, output, scattered=self.size())
-        return self.reduce_scatter([output.view(-1)], [_parts(source, self.size())], opts)
+        return self.reduce_scatter([output.view(-1)], [parts(source, self.size())], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self._last(self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs, strict=True))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or dist.AllToAllOptions()
-        if self._on_gloo():
-            return self._exchange_lists(outputs, inputs, opts)
         for tensors in (inputs, outputs):
             expect_list("all_to_all", tensors, self.size())
             expect_type("all_to_all", inputs[0], tensors)
         expect_fit("all_to_all, to itself", inputs[self.rank()], outputs[self.rank()])
-        sources, targets = [_Dense(tensor) for tensor in inputs], [_Dense(tensor) for tensor in outputs]
+        if self._on_gloo():
+            return self._exchange_lists(outputs, inputs, opts)
+        sources, targets = [Dense(tensor) for tensor in inputs], [Dense(tensor) for tensor in outputs]
 
         def run() -> None:
             self._local(
                 "alltoall",
-                _pointers(source.address for source in sources),
-                _sizes(source.bytes for source in sources),
-                _pointers(target.address for target in targets),
-                _sizes(target.bytes for target in targets),
+                pointers(source.address for source in sources),
+                sizes(source.bytes for source in sources),
+                pointers(target.address for target in targets),
+                sizes(target.bytes for target in targets),
             )
             for target in targets:
                 target.back()
@@ -261,12 +261,12 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
             expect_list("gather", outputs[0], self.size())
             for tensor in outputs[0]:
                 expect_fit("gather", inputs[0], tensor)
-        source = _Dense(inputs[0])
-        targets = [_Dense(tensor) for tensor in outputs[0]] if opts.rootRank == self.rank() else []
+        source = Dense(inputs[0])
+        targets = [Dense(tensor) for tensor in outputs[0]] if opts.rootRank == self.rank() else []
 
         def run() -> None:
-            pointers = _pointers(target.address for target in targets)
-            self._local("gather", source.address, pointers, source.bytes, opts.rootRank)
+            to = pointers(target.address for target in targets)
+            self._local("gather", source.address, to, source.bytes, opts.rootRank)
             for target in targets:
                 target.back()
 
@@ -280,12 +280,12 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
             expect_list("scatter", inputs[0], self.size())
             for tensor in inputs[0]:
                 expect_fit("scatter", tensor, outputs[0])
-        target = _Dense(outputs[0])
-        sources = [_Dense(tensor) for tensor in inputs[0]] if opts.rootRank == self.rank() else []
+        target = Dense(outputs[0])
+        sources = [Dense(tensor) for tensor in inputs[0]] if opts.rootRank == self.rank() else []
 
         def run() -> None:
-            pointers = _pointers(source.address for source in sources)
-            self._local("scatter", pointers, target.address, target.bytes, opts.rootRank)
+            where = pointers(source.address for source in sources)
+            self._local("scatter", where, target.address, target.bytes, opts.rootRank)
             target.back()
 
         return self._start(run, outputs, opts)
@@ -327,7 +327,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
             raise ValueError(f"there is no rank {rank} in a group of {self.size()}")
 
     def _message(self, source: int, to: int, tag: int, tensors: list[Tensor]) -> Any:
-        item = _Dense(tensors[0])
+        item = Dense(tensors[0])
         with self._opening:
             key = (source, to, tag)
             lane, channel = self._channels.setdefault(key, (Lane(f"ccl-{source}-{to}"), []))
@@ -336,7 +336,11 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
             if not channel:
                 channel.append(open_channel(self.paths, source, to, tag))
             channel[0].set_timeout(self._timeout)
-            channel[0].call("broadcast", item.address, item.bytes, 0)
+            try:
+                channel[0].call("broadcast", item.address, item.bytes, 0)
+            except CollectiveError as error:  # a broadcast between two; its errors speak of what was asked for
+                said = str(error).replace("broadcast of ", "message of ").replace(" with root ", " from ")
+                raise CollectiveError(said) from None
             if to == self.rank():
                 item.back()
 
@@ -362,7 +366,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _averaged(self, opts: Any, target: Tensor, result: Any, begin: Callable[[], Any]) -> Any:
         """gloo has no mean."""
-        if _op_name(opts.reduceOp) != "AVG":
+        if op_name(opts.reduceOp) != "AVG":
             return self._named(begin())
         if not target.is_floating_point():
             raise ValueError(f"avg of {target.dtype} is not defined")
@@ -380,14 +384,14 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         sent[: source.numel()] = source.detach().reshape(-1)
         got = [torch.empty_like(sent) for _ in outputs[0]]
         work = self.paths.flat.allgather([got], [sent], opts)
-        return self._then(work, outputs, opts, lambda: _copy_to(outputs[0], got))
+        return self._then(work, outputs, opts, lambda: copy_to(outputs[0], got))
 
     def _exchange_lists(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         sent, received = [tensor.numel() for tensor in inputs], [tensor.numel() for tensor in outputs]
         source = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
         target = source.new_empty(sum(received))
         work = self.paths.flat.alltoall_base(target, source, received, sent, opts)
-        return self._then(work, outputs, opts, lambda: _copy_to(outputs, target.split(received)))
+        return self._then(work, outputs, opts, lambda: copy_to(outputs, target.split(received)))
 
     def _allreduce_or_explain(self, tensor: Tensor, op: str) -> None:
         try:
@@ -418,7 +422,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
             local.call("broadcast", piece.data_ptr(), piece.numel() * piece.element_size(), 0)
 
         for piece in pieces:
-            local.call("allreduce", piece.data_ptr(), piece.numel(), _code(piece), _op_code(inner), 0)
+            local.call("allreduce", piece.data_ptr(), piece.numel(), type_code(piece), op_code(inner), 0)
             flying.append((piece, self._take_off(piece, inner)))
             if len(flying) > 1:
                 hand_out()
@@ -474,65 +478,3 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     @staticmethod
     def _last(works: Any) -> Any:
         return list(works)[-1]  # a lane keeps the order: when the last is done, all are
-
-
-class _Dense:
-    """A tensor as contiguous memory; `back` copies a stand-in's contents to the tensor it stands for."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            raise ValueError(f"ccl works on dense CPU tensors, not on one of {tensor.layout} on {tensor.device}")
-        self._tensor = tensor.detach()
-        self._dense = self._tensor.contiguous().resolve_conj().resolve_neg()
-        self.flat = self._dense.view(-1)
-        self.count = self.flat.numel()
-        self.bytes = self.count * self.flat.element_size()
-        self.address = self.flat.data_ptr()
-
-    def back(self) -> None:
-        if self._dense is not self._tensor:
-            self._tensor.copy_(self._dense)
-
-
-def _copy_to(outputs: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
-    for output, found in zip(outputs, flat, strict=True):
-        output.detach().copy_(found[: output.numel()].view(output.shape))
-
-
-def _parts(tensor: Tensor, count: int) -> list[Tensor]:
-    flat = tensor.view(-1)
-    if flat.numel() % count:
-        raise ValueError(f"a tensor of {flat.numel()} elements cannot be divided among {count} ranks")
-    return list(flat.split(flat.numel() // count)) if flat.numel() else [flat] * count
-
-
-def _numbers(flat: Tensor, op: str) -> Tensor:
-    """What is added up: complex numbers as pairs of real ones, which have the same sum and mean."""
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() and op in {"SUM", "AVG"} else flat
-
-
-def _code(tensor: Tensor) -> int:
-    if tensor.dtype not in DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ValueError(f"ccl cannot reduce {tensor.dtype}; it can reduce {known}")
-    return DTYPES[tensor.dtype]
-
-
-def _op_name(op: Any) -> str:
-    return str(getattr(op, "op", op)).rpartition(".")[2]
-
-
-def _op_code(name: str) -> int:
-    if name not in OPS:
-        raise ValueError(f"ccl does not know the reduction {name}; it knows {', '.join(OPS)}")
-    return OPS[name]
-
-
-def _pointers(addresses: Any) -> Any:
-    values: Sequence[int] = list(addresses)
-    return (ctypes.c_void_p * max(1, len(values)))(*values)
-
-
-def _sizes(values: Any) -> Any:
-    numbers = list(values)
-    return (ctypes.c_int64 * max(1, len(numbers)))(*numbers)

@@ -10,8 +10,8 @@
 
 #include <atomic>
 #include <map>
-#include <numeric>
 
+#include "between_hosts.h"
 #include "engine.h"
 #include "lane.h"
 #include "named.h"
@@ -103,8 +103,7 @@ class Backend : public c10d::Backend {
 
   Ref<Work> reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts) override {
     if (!one_host() && averages(opts, tensors.at(0)))
-      return then(c10d::OpType::REDUCE, opts, flat_->reduce(tensors, summing(opts)), tensors,
-                  [tensors, size = getSize()] { tensors[0].div_(size); });
+      return then(c10d::OpType::REDUCE, opts, mean(flat_->reduce(tensors, summing(opts)), tensors[0]), tensors);
     if (!one_host()) return named(flat_->reduce(tensors, opts));
     Dense item(tensors.at(0));
     const int op = op_code(opts.reduceOp), root = static_cast<int>(opts.rootRank);
@@ -118,7 +117,9 @@ class Backend : public c10d::Backend {
 
   Ref<Work> allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
                       const c10d::AllgatherOptions& opts) override {
-    if (!one_host() && !alike(outputs.at(0))) return gather_uneven(outputs[0], inputs.at(0), opts);
+    expect_list("all_gather", outputs.at(0), getSize());
+    if (!one_host() && !alike(outputs[0]))
+      return then(c10d::OpType::ALLGATHER, opts, gather_uneven(*flat_, outputs[0], inputs.at(0), opts), outputs[0]);
     if (!one_host()) return named(flat_->allgather(outputs, inputs, opts));
     return gather_all(outputs.at(0), inputs.at(0), opts);
   }
@@ -157,16 +158,16 @@ class Backend : public c10d::Backend {
   Ref<Work> reduce_scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
                            const c10d::ReduceScatterOptions& opts) override {
     if (!one_host() && averages(opts, outputs.at(0)))
-      return then(c10d::OpType::REDUCE_SCATTER, opts, flat_->reduce_scatter(outputs, inputs, summing(opts)), outputs,
-                  [outputs, size = getSize()] { outputs[0].div_(size); });
+      return then(c10d::OpType::REDUCE_SCATTER, opts, mean(flat_->reduce_scatter(outputs, inputs, summing(opts)), outputs[0]),
+                  outputs);
     if (!one_host()) return named(flat_->reduce_scatter(outputs, inputs, opts));
     return scatter_reduced(outputs.at(0), inputs.at(0), opts);
   }
 
   Ref<Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
     if (!one_host() && averages(opts, output))
-      return then(c10d::OpType::REDUCE_SCATTER, opts, flat_->_reduce_scatter_base(output, input, summing(opts)), {output},
-                  [output, size = getSize()] { output.div_(size); });
+      return then(c10d::OpType::REDUCE_SCATTER, opts, mean(flat_->_reduce_scatter_base(output, input, summing(opts)), output),
+                  {output});
     if (!one_host()) return named(flat_->_reduce_scatter_base(output, input, opts));
     expect_fit("reduce_scatter_tensor", input, output, 1, getSize());
     return scatter_reduced(output, parts(input, getSize()), opts);
@@ -181,12 +182,12 @@ class Backend : public c10d::Backend {
 
   Ref<Work> alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
                      const c10d::AllToAllOptions& opts) override {
-    if (!one_host()) return exchange_lists(outputs, inputs, opts);
     expect_list("all_to_all", inputs, getSize());
     expect_list("all_to_all", outputs, getSize());
     for (const auto& tensor : inputs) expect_type("all_to_all", inputs[0], tensor);
     for (const auto& tensor : outputs) expect_type("all_to_all", inputs[0], tensor);
     expect_fit("all_to_all, to itself", inputs[getRank()], outputs[getRank()]);
+    if (!one_host()) return then(c10d::OpType::ALLTOALL, opts, exchange_lists(*flat_, outputs, inputs, opts), outputs);
     auto sources = dense(inputs), targets = dense(outputs);
     return start(c10d::OpType::ALLTOALL, opts, outputs, [this, sources, targets] {
       const auto from = addresses(sources), to = addresses(targets);
@@ -299,7 +300,6 @@ class Backend : public c10d::Backend {
   }
 
   Ref<Work> gather_all(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const c10d::AllgatherOptions& opts) {
-    expect_list("all_gather", outputs, getSize());
     for (const auto& output : outputs) expect_type("all_gather", input, output);
     expect_fit("all_gather, to itself", input, outputs[getRank()]);
     Dense source(input);
@@ -384,65 +384,21 @@ class Backend : public c10d::Backend {
 
   Ref<Work> named(Ref<Work> work) const { return c10::make_intrusive<Named>(std::move(work), explain_); }
 
+  Begun mean(Ref<Work> sum, const at::Tensor& total) const {
+    return {std::move(sum), [total, size = getSize()] { total.div_(size); }};
+  }
+
   // What gloo has no words for: its own operation begins at once, so that all ranks begin theirs in the same order, and `after`
   // makes of it what was asked for.
   template <typename Options>
-  Ref<Work> then(c10d::OpType kind, const Options& opts, Ref<Work> work, std::vector<at::Tensor> results,
-                 std::function<void()> after) {
-    const auto run = [work = named(std::move(work)), after = std::move(after)] {
+  Ref<Work> then(c10d::OpType kind, const Options& opts, Begun begun, std::vector<at::Tensor> results) {
+    const auto run = [work = named(std::move(begun.work)), after = std::move(begun.after)] {
       work->wait(Milliseconds(0));
       after();
     };
     auto job = c10::make_intrusive<Job>(after_, getRank(), kind, run, std::move(results));
     after_.submit(job, !opts.asyncOp);
     return job;
-  }
-
-  template <typename Options>
-  static bool averages(const Options& opts, const at::Tensor& tensor) {
-    if (op_code(opts.reduceOp) != 1) return false;
-    TORCH_CHECK(tensor.is_floating_point(), "avg of ", tensor.scalar_type(), " is not defined");
-    return true;
-  }
-
-  template <typename Options>
-  static Options summing(Options opts) {
-    opts.reduceOp = c10d::ReduceOp::SUM;
-    return opts;
-  }
-
-  static bool alike(const std::vector<at::Tensor>& tensors) {
-    return std::all_of(tensors.begin(), tensors.end(), [&](const auto& t) { return t.sizes() == tensors[0].sizes(); });
-  }
-
-  static void copy_to(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& flat) {
-    for (size_t i = 0; i < outputs.size(); ++i)
-      outputs[i].detach().copy_(flat[i].narrow(0, 0, outputs[i].numel()).view(outputs[i].sizes()));
-  }
-
-  // Everyone sends as much as the one who has most.
-  Ref<Work> gather_uneven(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const c10d::AllgatherOptions& opts) {
-    int64_t most = input.numel();
-    for (const auto& output : outputs) most = std::max(most, output.numel());
-    std::vector<at::Tensor> sent{at::zeros({most}, input.options())}, got;
-    sent[0].narrow(0, 0, input.numel()).copy_(input.detach().reshape({-1}));
-    for (size_t i = 0; i < outputs.size(); ++i) got.push_back(at::empty({most}, input.options()));
-    std::vector<std::vector<at::Tensor>> into{got};
-    return then(c10d::OpType::ALLGATHER, opts, flat_->allgather(into, sent, opts), outputs,
-                [outputs, got] { copy_to(outputs, got); });
-  }
-
-  Ref<Work> exchange_lists(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
-                           const c10d::AllToAllOptions& opts) {
-    std::vector<at::Tensor> parts;
-    std::vector<int64_t> sent, received;
-    for (const auto& input : inputs) parts.push_back(input.detach().reshape({-1})), sent.push_back(input.numel());
-    for (const auto& output : outputs) received.push_back(output.numel());
-    at::Tensor from = at::cat(parts), to = at::empty({std::accumulate(received.begin(), received.end(), int64_t{0})}, from.options());
-    auto lengths = received;  // gloo takes the vectors it is given for itself
-    auto work = flat_->alltoall_base(to, from, lengths, sent, opts);
-    return then(c10d::OpType::ALLTOALL, opts, std::move(work), outputs,
-                [outputs, to, received] { copy_to(outputs, to.split_with_sizes(received)); });
   }
 
   void allreduce_or_explain(const at::Tensor& flat, int op) {
@@ -489,7 +445,7 @@ class Backend : public c10d::Backend {
         channel->group = reinterpret_cast<void*>(opener_(from, to, tag));
       }
       engine.timeout(channel->group, timeout_);
-      check(channel->group, engine.broadcast(channel->group, item.data(), item.bytes(), 0));
+      check_message(channel->group, engine.broadcast(channel->group, item.data(), item.bytes(), 0));
       if (to == getRank()) item.back();
     }, tensors);
     channel->lane.submit(job, false);
@@ -526,7 +482,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
          Ref<c10d::Backend> flat, uintptr_t wire, std::vector<bool> wire_takes, std::string beyond, double timeout,
          Backend::Opener opener, Explain explain) -> Ref<c10d::Backend> {
         return c10::make_intrusive<Backend>(rank, size, local, std::move(here), hosts, std::move(leaders), std::move(flat), wire,
-                                            std::move(wire_takes), std::move(beyond), timeout, std::move(opener), std::move(explain));
+                                            std::move(wire_takes), std::move(beyond), timeout, std::move(opener),
+                                            std::move(explain));
       },
       pybind11::arg("rank"), pybind11::arg("size"), pybind11::arg("local"), pybind11::arg("here"), pybind11::arg("hosts"),
       pybind11::arg("leaders").none(true), pybind11::arg("flat").none(true), pybind11::arg("wire"),

@@ -29,6 +29,16 @@ void check(void* group, int code) {
   if (code) C10_THROW_ERROR(DistBackendError, std::string("ccl: ") + engine.error(group));
 }
 
+// A message is a broadcast between two ranks; its errors speak of what was asked for.
+void check_message(void* group, int code) {
+  if (!code) return;
+  std::string why = engine.error(group);
+  const std::pair<std::string, std::string> words[] = {{"broadcast of ", "message of "}, {" with root ", " from "}};
+  for (const auto& [said, meant] : words)
+    for (size_t at; (at = why.find(said)) != std::string::npos;) why.replace(at, said.size(), meant);
+  C10_THROW_ERROR(DistBackendError, "ccl: " + why);
+}
+
 // oneCCL's door (oneccl.cpp), where there is one.
 struct WireFunctions {
   const char* (*error)();

@@ -89,11 +89,13 @@ void expect_type(const char* operation, const at::Tensor& one, const at::Tensor&
                     other.scalar_type(), "; all must have one type");
 }
 
-// An input `grows` times as large makes an output `shrinks` times as large.
-void expect_fit(const char* operation, const at::Tensor& input, const at::Tensor& output, int grows = 1, int shrinks = 1) {
+// `gathered`: how many inputs make an output; `scattered`: how many outputs an input is cut into.
+void expect_fit(const char* operation, const at::Tensor& input, const at::Tensor& output, int gathered = 1, int scattered = 1) {
   expect_type(operation, input, output);
-  TORCH_CHECK_VALUE(input.numel() * grows == output.numel() * shrinks, operation, ": an input of ", input.numel(),
-                    " elements does not fit an output of ", output.numel(), grows * shrinks == 1 ? "" : " in a group of this size");
+  const int ranks = std::max(gathered, scattered);
+  TORCH_CHECK_VALUE(input.numel() * gathered == output.numel() * scattered, operation, ": an input of ", input.numel(),
+                    " elements does not fit an output of ", output.numel(),
+                    ranks > 1 ? " in a group of " + std::to_string(ranks) : "");
 }
 
 std::vector<at::Tensor> parts(const at::Tensor& tensor, int count) {
