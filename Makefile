@@ -26,7 +26,7 @@ demo: install ## teach a small model to read, measured against stock; five minut
 
 test: install ## lint, types and all tests
 	@$(MAKE) --no-print-directory lint
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: install ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,17 +65,20 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
 TOGETHER = ("tests/comm/", "tests/launch/", "tests/hf/test_two_ranks.py")
 
 
-def _worker_group(path: str) -> str:
-    """Else a file stays on one worker, so that what its fixtures made is made once."""
-    return "processes" if path.startswith(TOGETHER) else path
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Any other file stays on one worker, so that what its fixtures made is made once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "processes" if nodeid.startswith(TOGETHER) else nodeid.partition("::")[0]
+
+    return Files(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    groups = {id(item): _worker_group(item.nodeid.partition("::")[0]) for item in items}
-    items.sort(key=lambda item: groups[id(item)] != "processes")  # the longest group first
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[id(item)]))
+    items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))  # the longest group first
     required = set(filter(None, os.environ.get("STOKER_REQUIRE", "").split(",")))
     for item in items:
         for need, (met, reason) in NEEDS.items():
