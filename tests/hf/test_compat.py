@@ -196,3 +196,18 @@ except UserError as error:
     import json; print(json.dumps({"said": str(error)}))
 """
     assert "no_such_method" in answer(run(START + code))["said"]
+
+
+def test_a_group_that_was_destroyed_is_kept_until_the_process_ends() -> None:
+    """Else gloo's threads are joined with Python's lock held, which one of them may be waiting for."""
+    code = """
+import torch.distributed as dist
+from stoker.hf import compat
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+world = dist.group.WORLD
+dist.destroy_process_group()
+assert compat._KEPT == [world] and not dist.is_initialized()
+print("{}")
+"""
+    for first in ("", "import torch.distributed\n"):  # the layer comes before torch, or after it
+        assert answer(run(first + START + "install()\n" + code)) == {}

@@ -7,6 +7,7 @@ classes is touched. A version that does not fit is refused, never half-patched.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import os
@@ -184,10 +185,37 @@ def _accelerator(layer: Layer) -> None:
     _replace(sys.modules["accelerate.accelerator"], type("Accelerator", (ours,), members))
 
 
+_KEPT: list[Any] = []
+
+
+def _groups(_: Layer) -> None:
+    """A process group that was destroyed is kept until the process ends.
+
+    The last one to let go of gloo's joins its threads while holding Python's lock. A thread that is just giving back a tensor
+    waits for that lock, and a script whose model goes out of scope after `end_training` then never ends.
+    """
+    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    stock = module.destroy_process_group
+    if hasattr(stock, "stock"):
+        return
+
+    @functools.wraps(stock)
+    def destroy_process_group(group: Any = None) -> None:
+        _KEPT.append(group or module.GroupMember.WORLD)
+        stock(group)
+
+    destroy_process_group.stock = stock  # type: ignore[attr-defined]
+    module.destroy_process_group = destroy_process_group
+    package: Any = sys.modules.get("torch.distributed")
+    if getattr(package, "destroy_process_group", None) is stock:
+        package.destroy_process_group = destroy_process_group
+
+
 _HOOKS: dict[str, tuple[Callable[[Layer], None], ...]] = {
     "transformers.training_args": (_arguments,),
     "transformers.trainer": (_trainer,),
     "accelerate.accelerator": (_accelerator,),
+    "torch.distributed.distributed_c10d": (_groups,),
     # A script that imports Stoker first gets here while the module above is still waiting for this one.
     "stoker.hf.arguments": (_arguments,),
     "stoker.hf.trainer": (_trainer,),
