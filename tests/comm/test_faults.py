@@ -19,7 +19,7 @@ FAULTS = "comm.fault_cases"
 
 
 def left_behind() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("stoker*")}
+    return {path.name for path in Path("/dev/shm").glob("stoker-*") if path.is_file()}
 
 
 @pytest.fixture(autouse=True)
