@@ -121,12 +121,13 @@ def stoker(name: str, dtype: str = "float32", **switches: Any) -> Step:
     import torch
 
     import stoker
+    from stoker.model import clip_grad_norm_
 
     def prepare(model: Any, optimizer: Any) -> Any:
         return stoker.optimize(model, optimizer, dtype=getattr(torch, dtype), **switches)[0]
 
     # Stoker's own collator would not pad to the maximum, but stock's does, and it must not matter.
-    return training(CASES[name], CASES[name].pad_to, prepare, clip=stoker.model.clip_grad_norm_)
+    return training(CASES[name], CASES[name].pad_to, prepare, clip=clip_grad_norm_)
 
 
 def products_alone(name: str) -> Step:
