@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rig import Rig, mpi_environment, oneccl_environment
+from rig import GUIDES_MPIRUN, Rig, mpi_environment, oneccl_environment
 
 SCRIPT = Path(__file__).parent.parent / "launch" / "scripts" / "qa_style.py"
 STOKER = [sys.executable, "-c", "import sys; from stoker.cli import main; sys.exit(main(sys.argv[1:]))"]
@@ -22,19 +22,7 @@ def test_mpirun_with_ccl_ipex_and_bf16_trains_on_two_hosts(tmp_path: Path) -> No
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PMI", "MASTER_"))}
     environment = {**kept, **mpi_environment("impi"), **(oneccl_environment() or {}), "HF_HUB_OFFLINE": "1"}
     with Rig(2) as rig:
-        words = [
-            "mpirun",
-            "-n",
-            "4",
-            "-ppn",
-            "2",
-            "-genv",
-            "OMP_NUM_THREADS=1",
-            "-f",
-            rig.hostfile(),
-            *STOKER,
-            "launch",
-        ]
+        words = [*GUIDES_MPIRUN, rig.hostfile(), *STOKER, "launch"]
         words += [str(SCRIPT), "--ddp_backend", "ccl", "--use_ipex", "--bf16", "--output_dir", str(tmp_path)]
         words += ["--report_to", "none", "--per_device_train_batch_size", "4", "--num_train_epochs", "1"]
         done = rig.run("alpha", [*words, "--ddp_timeout", "60"], env=environment, timeout=300)

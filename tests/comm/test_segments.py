@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,27 +85,28 @@ def test_a_rank_that_died_before_anybody_slept_is_named() -> None:
         lib.stoker_comm_destroy(handle)
 
 
-def test_a_root_that_is_no_rank_is_refused() -> None:
+@pytest.fixture
+def alone() -> Iterator[int]:
+    """A group of one rank."""
     lib = engine.library()
-    handle = lib.stoker_comm_create(1, 0, 64 << 10, 0)
-    numbers = (ctypes.c_int64 * 2)(1, 2)
-    try:
-        for root in (1, -1):
-            assert lib.stoker_comm_broadcast(handle, numbers, 16, root)
-            assert f"there is no rank {root} to be the root".encode() in lib.stoker_comm_error(handle)
-    finally:
-        lib.stoker_comm_destroy(handle)
+    handle: int = lib.stoker_comm_create(1, 0, 64 << 10, 0)
+    yield handle
+    lib.stoker_comm_destroy(handle)
 
 
-def test_reductions_without_meaning_are_refused() -> None:
-    lib = engine.library()
-    handle = lib.stoker_comm_create(1, 0, 64 << 10, 0)
-    numbers = (ctypes.c_int64 * 2)(1, 2)
-    try:
-        assert lib.stoker_comm_allreduce(handle, numbers, 2, engine.DTYPES[engine.torch.int64], engine.OPS["AVG"], -1)
-        assert b"avg of int64 is not defined" in lib.stoker_comm_error(handle)
-    finally:
-        lib.stoker_comm_destroy(handle)
+NUMBERS = (ctypes.c_int64 * 2)(1, 2)
+
+
+@pytest.mark.parametrize("root", [1, -1])
+def test_a_root_that_is_no_rank_is_refused(alone: int, root: int) -> None:
+    assert engine.library().stoker_comm_broadcast(alone, NUMBERS, 16, root)
+    assert f"there is no rank {root} to be the root".encode() in engine.library().stoker_comm_error(alone)
+
+
+def test_reductions_without_meaning_are_refused(alone: int) -> None:
+    int64, mean = engine.DTYPES[engine.torch.int64], engine.OPS["AVG"]
+    assert engine.library().stoker_comm_allreduce(alone, NUMBERS, 2, int64, mean, -1)
+    assert b"avg of int64 is not defined" in engine.library().stoker_comm_error(alone)
 
 
 @pytest.mark.root

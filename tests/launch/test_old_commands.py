@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from live import SCRIPTS, STOKER, environment, launch, reports
 
-from rig import Rig, mpi_environment
+from rig import GUIDES_MPIRUN, Rig, mpi_environment
 
 QA, NLP = str(SCRIPTS / "qa_style.py"), str(SCRIPTS / "nlp_style.py")
 TWO = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -113,20 +113,7 @@ def rig() -> Iterator[Rig]:
 @pytest.mark.root
 def test_mpirun_with_a_hostfile_trains_on_two_hosts(rig: Rig) -> None:
     env = environment({**mpi_environment("impi"), **OFFLINE})
-    words = [
-        "mpirun",
-        "-n",
-        "4",
-        "-ppn",
-        "2",
-        "-genv",
-        "OMP_NUM_THREADS=1",
-        "-f",
-        rig.hostfile(),
-        *STOKER,
-        "launch",
-        NLP,
-    ]
+    words = [*GUIDES_MPIRUN, rig.hostfile(), *STOKER, "launch", NLP]
     done = rig.run("alpha", words, env=env, timeout=400)
     assert done.returncode == 0, done.stderr
     found = reports(done.stdout)

@@ -18,15 +18,6 @@ import transformers
 from torch import nn
 
 import stoker
-from stoker.model import leaves
-
-
-def _optimized(family: str = "Bert", head: str = "QuestionAnswering", dropout: float = 0.0) -> nn.Module:
-    return stoker.optimize(tiny.model(family, head, dropout))
-
-
-def _loss(model: nn.Module, family: str = "Bert", head: str = "QuestionAnswering") -> torch.Tensor:
-    return model(**tiny.batch(family, head).kwargs).loss
 
 
 def _is_optimized(model: nn.Module) -> bool:
@@ -53,23 +44,23 @@ def test_save_pretrained_writes_what_stock_writes_and_from_pretrained_reads_it(t
         assert (tmp_path / "stock" / name).read_bytes() == (tmp_path / "stoker" / name).read_bytes()
     loaded = transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "stoker")
     assert type(loaded) is transformers.BertForQuestionAnswering
-    torch.testing.assert_close(_loss(stoker.optimize(loaded)), _loss(model))
+    torch.testing.assert_close(tiny.loss(stoker.optimize(loaded)), tiny.loss(model))
 
 
 def test_deepcopy_is_optimised_too_and_independent() -> None:
-    model = _optimized()
+    model = tiny.optimized()
     clone = copy.deepcopy(model)
     assert stoker.report(clone).applied == stoker.report(model).applied
     assert type(clone.bert) is type(model.bert)
     assert clone.qa_outputs.weight is not model.qa_outputs.weight
-    expected = _loss(model)
+    expected = tiny.loss(model)
     with torch.no_grad():
         clone.qa_outputs.weight.zero_()
-    torch.testing.assert_close(_loss(model), expected)
+    torch.testing.assert_close(tiny.loss(model), expected)
 
 
 def test_torch_save_writes_the_stock_model_which_loads_without_stoker(tmp_path) -> None:
-    model = _optimized()
+    model = tiny.optimized()
     model.eval()
     torch.save(model, tmp_path / "model.pt")
     torch.save(tiny.batch("Bert", "QuestionAnswering").kwargs, tmp_path / "batch.pt")
@@ -87,30 +78,12 @@ def test_torch_save_writes_the_stock_model_which_loads_without_stoker(tmp_path) 
 
 def test_restore_gives_every_class_back() -> None:
     model = tiny.model("Bert", "QuestionAnswering")
-    classes, expected = [type(module) for module in model.modules()], _loss(model)
+    classes, expected = [type(module) for module in model.modules()], tiny.loss(model)
     assert [type(module) for module in stoker.optimize(model).modules()] != classes
     assert stoker.restore(model) is model
     assert [type(module) for module in model.modules()] == classes
-    torch.testing.assert_close(_loss(model), expected)
+    torch.testing.assert_close(tiny.loss(model), expected)
     assert not stoker.report(model).applied
-
-
-def test_the_report_of_a_restored_model_claims_nothing() -> None:
-    model = tiny.model("Bert", "QuestionAnswering")
-    optimizer = torch.optim.AdamW(model.parameters())
-    stoker.optimize(model, optimizer, dtype=torch.bfloat16)
-    stoker.restore(model)
-    assert "bf16" not in str(stoker.report(model))
-    assert stoker.report(model).optimizer == "AdamW fused"  # it still is
-    stoker.restore(model, optimizer)
-    assert not stoker.report(model).optimizer
-
-
-def test_the_report_names_the_type_that_is_used() -> None:
-    half = stoker.optimize(tiny.model("Bert", "QuestionAnswering").bfloat16(), dtype=torch.float32)
-    assert stoker.report(half).precision == "bfloat16, the type that the parameters have"
-    off = stoker.optimize(tiny.model("Bert", "QuestionAnswering"), dtype=torch.bfloat16, level="O0")
-    assert "switched off" in stoker.report(off).precision
 
 
 @pytest.mark.parametrize("head", ["QuestionAnswering", "MaskedLM"])
@@ -173,7 +146,7 @@ def test_tables_with_sparse_gradients_keep_their_optimizer(cls: type[torch.optim
 
 
 def test_the_masked_lm_output_can_be_copied_and_pickled() -> None:
-    model = _optimized("Bert", "MaskedLM")
+    model = tiny.optimized("Bert", "MaskedLM")
     batch = tiny.batch("Bert", "MaskedLM").kwargs
     output = model(**batch)
     copied = pickle.loads(pickle.dumps(output))
@@ -184,7 +157,7 @@ def test_the_masked_lm_output_can_be_copied_and_pickled() -> None:
 
 
 def test_a_second_call_replaces_the_first() -> None:
-    model = _optimized()
+    model = tiny.optimized()
     once = stoker.report(model).applied
     assert stoker.report(stoker.optimize(model)).applied == once
     parts = {part for part, _, _ in stoker.report(stoker.optimize(model, fuse=False)).applied}
@@ -232,22 +205,24 @@ def test_peft_wraps_before_or_after(family: str, head: str, order: str) -> None:
 
 def test_peft_can_merge_and_save_afterwards(tmp_path) -> None:
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(_optimized(), peft.LoraConfig(target_modules=["query"], init_lora_weights=False)).eval()
-    before = _loss(model)
+    model = peft.get_peft_model(
+        tiny.optimized(), peft.LoraConfig(target_modules=["query"], init_lora_weights=False)
+    ).eval()
+    before = tiny.loss(model)
     model.save_pretrained(tmp_path)
     merged = model.merge_and_unload()
-    torch.testing.assert_close(_loss(merged), before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tiny.loss(merged), before, rtol=1e-4, atol=1e-5)
     assert not any("lora" in name for name in merged.state_dict())
 
 
 def test_ddp_wraps_afterwards(tmp_path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model = _optimized()
+        model = tiny.optimized()
         expected = copy.deepcopy(model)
-        _loss(expected).backward()
+        tiny.loss(expected).backward()
         wrapped = nn.parallel.DistributedDataParallel(model)
-        _loss(wrapped).backward()
+        tiny.loss(wrapped).backward()
         tiny.assert_same_gradients(tiny.gradients(model), tiny.gradients(expected))
     finally:
         torch.distributed.destroy_process_group()
@@ -264,10 +239,10 @@ def accelerate() -> Iterator[Any]:
 
 def test_accelerator_prepares_afterwards(accelerate: Any) -> None:
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    model, optimizer = stoker.optimize(*_with_optimizer())
-    reference = _loss(copy.deepcopy(model))
+    model, optimizer = stoker.optimize(*tiny.with_optimizer())
+    reference = tiny.loss(copy.deepcopy(model))
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    loss = _loss(prepared)
+    loss = tiny.loss(prepared)
     accelerator.backward(loss)
     optimizer.step()
     assert loss.dtype == torch.float32
@@ -277,7 +252,7 @@ def test_accelerator_prepares_afterwards(accelerate: Any) -> None:
 
 def test_accelerator_may_rebuild_the_masked_lm_output(accelerate: Any) -> None:
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    model = accelerator.prepare(_optimized(head="MaskedLM"))
+    model = accelerator.prepare(tiny.optimized(head="MaskedLM"))
     output = model(**tiny.batch("Bert", "MaskedLM").kwargs)
     accelerator.backward(output.loss)
     assert output.logits.dtype == torch.float32
@@ -299,11 +274,6 @@ def test_parametrised_weights_are_used_as_parametrised() -> None:
         tiny.assert_same_gradients(tiny.gradients(model), gradients)
 
 
-def _with_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = tiny.model("Bert", "QuestionAnswering")
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Bert", "unknown"])
 def test_torch_compile_runs_afterwards(family: str) -> None:
@@ -312,10 +282,10 @@ def test_torch_compile_runs_afterwards(family: str) -> None:
         x = torch.randn(4, 8)
         torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), model(x))
         return
-    model = _optimized()
-    expected = _loss(model)
+    model = tiny.optimized()
+    expected = tiny.loss(model)
     compiled = torch.compile(model, backend="aot_eager")
-    loss = _loss(compiled)
+    loss = tiny.loss(compiled)
     loss.backward()
     torch.testing.assert_close(loss, expected)
 
@@ -397,77 +367,8 @@ def test_types_the_kernels_do_not_know_run_as_stock(dtype: torch.dtype) -> None:
     stock = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.5)).to(dtype).eval()
     x = torch.randn(4, 8, dtype=dtype)
     torch.testing.assert_close(stoker.optimize(copy.deepcopy(stock))(x), stock(x))
-    model = _optimized().double()
-    assert _loss(model).dtype == torch.float64
-
-
-def test_the_report_reads_well_and_is_logged(caplog) -> None:
-    with caplog.at_level(logging.INFO, "stoker"):
-        model, _ = stoker.optimize(*_with_optimizer())
-    text = str(stoker.report(model))
-    assert text in caplog.text
-    for word in ("BertForQuestionAnswering", "fused layer", "2 x BertLayer", "AdamW fused", "precision", "memory"):
-        assert word in text
-
-
-LEAVES = (leaves.LeafLinear, leaves.LeafDropout, leaves.LeafLayerNorm, leaves.LeafEmbedding, leaves.LeafActivation)
-
-
-@pytest.mark.parametrize("head", ["QuestionAnswering", "SequenceClassification", "MaskedLM"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_the_report_counts_the_single_modules_that_a_training_step_calls(
-    family: str, head: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: dict[str, set[nn.Module]] = {}
-    for leaf in LEAVES:
-
-        def forward(self: Any, *args: Any, stock: Any = leaf.forward, part: str = leaf.stoker_part) -> Any:
-            called.setdefault(part if type(self).stoker_part == part else "a head's own", set()).add(self)
-            return stock(self, *args)
-
-        monkeypatch.setattr(leaf, "forward", forward)
-    model = _optimized(family, head, dropout=0.1)
-    _loss(model, family, head).backward()
-    called.pop("a head's own", None)
-    reported = {
-        part: count for part, _, count in stoker.report(model).applied if part in {x.stoker_part for x in LEAVES}
-    }
-    assert reported == {part: len(modules) for part, modules in called.items()}
-
-
-def test_the_report_tells_fused_single_and_left_alone_apart() -> None:
-    model = _optimized(head="SequenceClassification", dropout=0.1)
-    assert stoker.report(model).applied == (
-        ("padding-free base model", "BertModel", 1),
-        ("fused embeddings", "BertEmbeddings", 1),
-        ("fused layer", "BertLayer", 2),
-        ("linear", "Linear", 2),  # pooler and classifier
-        ("dropout", "Dropout", 1),
-    )
-    peft = pytest.importorskip("peft")
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], lora_dropout=0.0))
-    assert ("linear", "Linear", 2 + 2 * 3) in stoker.report(wrapped).applied, "q, k and v are called for the sake of q"
-    assert stoker.report(wrapped).left_alone == (("4 x Linear", "newer than the last call of stoker.optimize"),)
-    assert stoker.report(stoker.optimize(wrapped)).left_alone == ()
-
-
-def test_the_report_says_what_was_switched_off_and_what_never_runs_fused() -> None:
-    model = tiny.model("Bert", "MaskedLM")
-    assert [why for _, why in stoker.report(model).left_alone] == [
-        "stoker.optimize was not called on this model, or was undone"
-    ]
-    for switches, left in (
-        ({"unpad": False}, ("padding", "unpad=False")),
-        ({"fuse": False}, ("kernels", "fuse=False")),
-        ({"fuse_loss": False}, ("masked-LM loss", "fuse_loss=False")),
-        ({"level": "O0"}, ("everything but memory and optimizer", "unpad=False and fuse=False")),
-    ):
-        assert stoker.report(stoker.optimize(model, **switches)).left_alone == (left,)
-    config = transformers.BertConfig(vocab_size=99, **_SMALL, is_decoder=True)
-    told = stoker.report(stoker.optimize(transformers.BertLMHeadModel(config)))
-    assert told.left_alone == (("every call of BertModel", "the model is a decoder"),)
-    assert "fused layer" not in {part for part, _, _ in told.applied}
-    assert ("linear", "Linear", 14) in told.applied
+    model = tiny.optimized().double()
+    assert tiny.loss(model).dtype == torch.float64
 
 
 IPEX = {
@@ -486,7 +387,7 @@ IPEX = {
 
 
 def test_ipex_calls_work_and_each_keyword_is_explained_in_one_line(caplog) -> None:
-    model, optimizer = _with_optimizer()
+    model, optimizer = tiny.with_optimizer()
     with caplog.at_level(logging.INFO, "stoker"):
         result = stoker.optimize(model, dtype=torch.bfloat16, optimizer=optimizer, level="O1", **IPEX)
     assert result == (model, optimizer)

@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import stoker
+
 VOCABULARY = 99
 HIDDEN = 32
 
@@ -132,6 +134,19 @@ def batch(
     else:
         labels = {}
     return Batch(inputs, labels, tuple(spans))
+
+
+def optimized(family: str = "Bert", head: str = "QuestionAnswering", dropout: float = 0.0) -> nn.Module:
+    return stoker.optimize(model(family, head, dropout))
+
+
+def with_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    made = model("Bert", "QuestionAnswering")
+    return made, torch.optim.AdamW(made.parameters(), lr=1e-3)
+
+
+def loss(made: nn.Module, family: str = "Bert", head: str = "QuestionAnswering") -> Tensor:
+    return made(**batch(family, head).kwargs).loss
 
 
 def truth(stock: nn.Module, head: str, full: Batch) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MPIS = ("impi", "mpich", "openmpi")
+GUIDES_MPIRUN = ("mpirun", "-n", "4", "-ppn", "2", "-genv", "OMP_NUM_THREADS=1", "-f")
+"""As the old guides have it; a hostfile and a program follow."""
 
 
 def mpi_prefix(name: str) -> Path | None:

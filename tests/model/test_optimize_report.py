@@ -1,0 +1,103 @@
+"""What `stoker.report` says is what runs: applied, left alone, and why."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import tiny_models as tiny
+import torch
+import transformers
+from torch import nn
+
+import stoker
+from stoker.model import leaves
+
+
+def test_the_report_of_a_restored_model_claims_nothing() -> None:
+    model = tiny.model("Bert", "QuestionAnswering")
+    optimizer = torch.optim.AdamW(model.parameters())
+    stoker.optimize(model, optimizer, dtype=torch.bfloat16)
+    stoker.restore(model)
+    assert "bf16" not in str(stoker.report(model))
+    assert stoker.report(model).optimizer == "AdamW fused"  # it still is
+    stoker.restore(model, optimizer)
+    assert not stoker.report(model).optimizer
+
+
+def test_the_report_names_the_type_that_is_used() -> None:
+    half = stoker.optimize(tiny.model("Bert", "QuestionAnswering").bfloat16(), dtype=torch.float32)
+    assert stoker.report(half).precision == "bfloat16, the type that the parameters have"
+    off = stoker.optimize(tiny.model("Bert", "QuestionAnswering"), dtype=torch.bfloat16, level="O0")
+    assert "switched off" in stoker.report(off).precision
+
+
+def test_the_report_reads_well_and_is_logged(caplog) -> None:
+    with caplog.at_level(logging.INFO, "stoker"):
+        model, _ = stoker.optimize(*tiny.with_optimizer())
+    text = str(stoker.report(model))
+    assert text in caplog.text
+    for word in ("BertForQuestionAnswering", "fused layer", "2 x BertLayer", "AdamW fused", "precision", "memory"):
+        assert word in text
+
+
+LEAVES = (leaves.LeafLinear, leaves.LeafDropout, leaves.LeafLayerNorm, leaves.LeafEmbedding, leaves.LeafActivation)
+
+
+@pytest.mark.parametrize("head", ["QuestionAnswering", "SequenceClassification", "MaskedLM"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_report_counts_the_single_modules_that_a_training_step_calls(
+    family: str, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: dict[str, set[nn.Module]] = {}
+    for leaf in LEAVES:
+
+        def forward(self: Any, *args: Any, stock: Any = leaf.forward, part: str = leaf.stoker_part) -> Any:
+            called.setdefault(part if type(self).stoker_part == part else "a head's own", set()).add(self)
+            return stock(self, *args)
+
+        monkeypatch.setattr(leaf, "forward", forward)
+    model = tiny.optimized(family, head, dropout=0.1)
+    tiny.loss(model, family, head).backward()
+    called.pop("a head's own", None)
+    reported = {
+        part: count for part, _, count in stoker.report(model).applied if part in {x.stoker_part for x in LEAVES}
+    }
+    assert reported == {part: len(modules) for part, modules in called.items()}
+
+
+def test_the_report_tells_fused_single_and_left_alone_apart() -> None:
+    model = tiny.optimized(head="SequenceClassification", dropout=0.1)
+    assert stoker.report(model).applied == (
+        ("padding-free base model", "BertModel", 1),
+        ("fused embeddings", "BertEmbeddings", 1),
+        ("fused layer", "BertLayer", 2),
+        ("linear", "Linear", 2),  # pooler and classifier
+        ("dropout", "Dropout", 1),
+    )
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], lora_dropout=0.0))
+    assert ("linear", "Linear", 2 + 2 * 3) in stoker.report(wrapped).applied, "q, k and v are called for the sake of q"
+    assert stoker.report(wrapped).left_alone == (("4 x Linear", "newer than the last call of stoker.optimize"),)
+    assert stoker.report(stoker.optimize(wrapped)).left_alone == ()
+
+
+def test_the_report_says_what_was_switched_off_and_what_never_runs_fused() -> None:
+    model = tiny.model("Bert", "MaskedLM")
+    assert [why for _, why in stoker.report(model).left_alone] == [
+        "stoker.optimize was not called on this model, or was undone"
+    ]
+    for switches, left in (
+        ({"unpad": False}, ("padding", "unpad=False")),
+        ({"fuse": False}, ("kernels", "fuse=False")),
+        ({"fuse_loss": False}, ("masked-LM loss", "fuse_loss=False")),
+        ({"level": "O0"}, ("everything but memory and optimizer", "unpad=False and fuse=False")),
+    ):
+        assert stoker.report(stoker.optimize(model, **switches)).left_alone == (left,)
+    config = tiny.config("Bert")
+    config.is_decoder = True
+    told = stoker.report(stoker.optimize(transformers.BertLMHeadModel(config)))
+    assert told.left_alone == (("every call of BertModel", "the model is a decoder"),)
+    assert "fused layer" not in {part for part, _, _ in told.applied}
+    assert ("linear", "Linear", 14) in told.applied
