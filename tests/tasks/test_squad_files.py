@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 
 from stoker.errors import UserError
@@ -79,18 +82,22 @@ def test_csv_gives_the_same_questions(tmp_path: Path, form: Any) -> None:
     assert read_questions(as_csv(tmp_path / "d.csv", form), training=True) == QUESTIONS
 
 
-def test_parquet_gives_the_same_questions_or_one_sentence(tmp_path: Path) -> None:
+def test_parquet_gives_the_same_questions(tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
-    try:
-        import pyarrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        path.write_bytes(b"PAR1")
-        with pytest.raises(UserError, match=r"needs pyarrow: pip install 'stoker\[parquet\]'"):
-            read_questions(path, training=True)
-        return
     parquet.write_table(pyarrow.Table.from_pylist(flat(QUESTIONS)), path)
     assert read_questions(path, training=True) == QUESTIONS
+
+
+def test_broken_parquet_and_parquet_without_its_package_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "d.parquet"
+    path.write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=r"d\.parquet cannot be read as Parquet"):
+        read_questions(path, training=True)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match=r"needs pyarrow: pip install 'stoker\[parquet\]'"):
+        read_questions(path, training=True)
 
 
 def test_unanswerable_questions_keep_no_answer(tmp_path: Path) -> None:

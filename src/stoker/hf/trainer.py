@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import TrainerCallback
@@ -31,6 +30,7 @@ from stoker.hf.batches import EpochBatches, lengths_of
 from stoker.hf.distributed import Ranks, averages_own_loss
 from stoker.hf.interrupts import Interrupted, Interrupts
 from stoker.hf.meter import Meter
+from stoker.hf.publish import PublishingTrainer
 from stoker.hf.record import Recorder
 from stoker.hf.restart import Start, checkpoint_to_go_on_from, steps_that_keep_the_batch
 
@@ -43,7 +43,7 @@ class NonFiniteLoss(UserError):
     """The loss became NaN or infinite; the message names step and examples."""
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc]
+class Trainer(PublishingTrainer):
     """Use it wherever transformers.Trainer was used."""
 
     optimizer: Any
@@ -358,8 +358,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.args.save_total_limit = limit
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if _internal_call or self._staged is not None or not self.args.should_save or self.args.world_size > 1:
-            super().save_model(output_dir, _internal_call)
+        self._save_whole(output_dir, of_checkpoint=_internal_call and output_dir is not None)
+        if not _internal_call:
+            self.publish("Model save")
+
+    def _save_whole(self, output_dir: str | None, of_checkpoint: bool) -> None:
+        if of_checkpoint or self._staged is not None or not self.args.should_save or self.args.world_size > 1:
+            super().save_model(output_dir, True)
             return
         folder = Path(output_dir or self.args.output_dir)
         try:
@@ -368,8 +373,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if checkpoints.disk_is_full(error, folder, _checkpoint_bytes(self.model)):
                 raise UserError(checkpoints.disk_full_sentence(folder, folder / "model.safetensors")) from None
             raise
-        if self.args.push_to_hub:
-            super().save_model(output_dir, _internal_call)
 
     # An orderly end
 

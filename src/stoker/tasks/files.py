@@ -179,7 +179,7 @@ def _delimited_rows(path: Path, delimiter: str, faults: Faults) -> Iterator[Row]
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
-        import pyarrow.parquet as parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        import pyarrow.parquet as parquet
     except ImportError:
         raise UserError(f"{path} is Parquet, which needs pyarrow: pip install 'stoker[parquet]'") from None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,12 +14,14 @@ __all__ = ["load_split"]
 
 def _package(wanted: str) -> Any:
     try:
-        import datasets  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        import datasets
     except ImportError:
         raise UserError(
             f"--dataset_name {wanted} comes from the hub, which needs the datasets package: pip install 'stoker[hub]'; "
             "files of your own (--train_file, --validation_file) need nothing"
         ) from None
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     return datasets
 
 

@@ -24,7 +24,7 @@ def quiet() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    for name in ("accelerate", "datasets", "huggingface_hub", "httpx", "filelock", "matplotlib"):
+    for name in ("accelerate", "huggingface_hub", "httpx", "filelock", "matplotlib"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\b")
 

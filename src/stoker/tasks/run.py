@@ -192,7 +192,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
-    """The model card and the report."""
+    """The model card and the report, and all of it to the hub if asked."""
     if not job.args.should_save or not job.args.do_train:
         return
     from stoker.report.log import read_run
@@ -209,6 +209,6 @@ def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
         from stoker.report.page import write_report
     except ImportError as error:
         job.say(f"no report.html was made: it needs matplotlib (pip install 'stoker[report]'; {error})")
-        return
-    path = write_report(folder)
-    job.say(f"model in {folder}, report in {path}")
+    else:
+        job.say(f"model in {folder}, report in {write_report(folder)}")
+    trainer.publish("End of training")

@@ -1,0 +1,78 @@
+"""`--push_to_hub`: what reaches the hub, and what is said where it cannot be reached; the hub is a stand-in on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.fake_hub import FakeHub, fake_hub
+from tasks.models import save_tiny_bert
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with fake_hub() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    save_tiny_bert(folder / "bert")
+    (folder / "rows.tsv").write_text(
+        "sentence1\tsentence2\tlabel\n" + "".join(f"a {n}\tb {n}\t{n % 2}\n" for n in range(16))
+    )
+    return folder
+
+
+def train(files: Path, out: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the hub's library reads its address once, when it is imported."""
+    words = [
+        "train", "classify", "--model_name_or_path", str(files / "bert"), "--train_file", str(files / "rows.tsv"),
+        "--validation_file", str(files / "rows.tsv"), "--do_train", "--do_eval", "--max_steps", "2", "--report_to", "none",
+        "--save_strategy", "no", "--output_dir", str(out), "--push_to_hub", "--hub_token", "hf_a",
+    ]  # fmt: skip
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    return subprocess.run(
+        [sys.executable, "-m", "stoker", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_model_card_and_report_reach_the_hub(hub: FakeHub, files: Path, tmp_path: Path) -> None:
+    done = train(files, tmp_path / "paraphrases", hub.address)
+    assert done.returncode == 0, done.stderr
+    pushed = hub.repositories["somebody/paraphrases"]
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "report.html"} <= set(pushed)
+    assert pushed["model.safetensors"] == (tmp_path / "paraphrases" / "model.safetensors").read_bytes()
+    assert b'"stoker"' in pushed["README.md"]
+    assert b"/tmp" not in pushed["README.md"].partition(b"\n---\n")[0]
+    assert hub.commits == ["Model save", "End of training"]
+    assert not [name for name in pushed if name.startswith((".", "_", "checkpoint-"))]
+
+
+def test_a_hub_out_of_reach_stops_before_training(files: Path, tmp_path: Path) -> None:
+    done = train(files, tmp_path / "out", "http://127.0.0.1:9")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "--push_to_hub: the repository 'out' cannot be made on the hub" in done.stderr
+    assert "leave the option out" in done.stderr
+    assert "trained to step" not in done.stderr
+
+
+def test_a_hub_that_breaks_down_costs_a_sentence_and_not_the_model(hub: FakeHub, files: Path, tmp_path: Path) -> None:
+    hub.full = True
+    done = train(files, tmp_path / "out", hub.address)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"`hf upload somebody/out {tmp_path / 'out'}` sends it" in done.stderr
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 1000
