@@ -222,13 +222,28 @@ def test_work_counts_products_and_attention() -> None:
     assert training_flops(work, torch.tensor([3, 5])) == work.per_token * 8 + work.per_pair * 34
 
 
-def test_a_peak_that_is_exceeded_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
-    batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+BATCH = {"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+
+
+def test_a_peak_that_is_exceeded_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[bool] = []
+    monkeypatch.setattr("stoker.hf.meter._peak_now", lambda bf16: looks.append(bf16) or 1e15)
+    meter = Meter(Work(6.0, 0.0), 1e-3, bf16=True)
+    for _ in range(2):
+        meter.batch(BATCH)
+        assert meter.take()["share_of_peak"] == pytest.approx(0.0, abs=1e-3)
+    assert (looks, meter.peak) == ([True], 1e15)
+
+
+def test_a_peak_that_is_exceeded_again_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("stoker.hf.meter._peak_now", lambda bf16: None)
     shares = []
     for peak in (1e15, 1e-3):
         meter = Meter(Work(6.0, 0.0), peak)
         for _ in range(2):
-            meter.batch(batch)
+            meter.batch(BATCH)
             with caplog.at_level("WARNING", logger="stoker"):
                 shares.append(meter.take().get("share_of_peak"))
     assert shares[:2] == [pytest.approx(0.0, abs=1e-3)] * 2

@@ -84,6 +84,16 @@ def test_rates_are_kept_per_machine(measured: Rates, here: Machine, recorded: Re
     assert [path.name for path in cache.iterdir()] == [f"rates-{here.fingerprint}.json"]  # no temporary file is left
 
 
+def test_a_second_look_only_raises_what_is_kept(measured: Rates, here: Machine, cache: Path) -> None:
+    low, high = (dataclasses.replace(measured, fp32_all=value) for value in (0.01, 1e9))
+    rates.forgotten_reason(here, low)
+    found = rates.raised(here, low, seconds=0.1)
+    assert found.fp32_all > 0.01
+    assert rates.known(here) == found == dataclasses.replace(low, fp32_all=found.fp32_all)
+    assert rates.raised(here, high, seconds=0.1) == high
+    assert rates.known(here) == found
+
+
 def test_rates_of_another_torch_are_not_used(measured: Rates, here: Machine, cache: Path) -> None:
     rates.forgotten_reason(here, dataclasses.replace(measured, torch="1.0.0"))
     assert rates.known(here) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from stoker.report.log import NAME, RunLog, read_run
 
@@ -59,3 +60,14 @@ def test_an_older_runs_log_is_kept_aside(tmp_path: Path) -> None:
     log.start_over()
     assert not (tmp_path / NAME).exists()
     assert (tmp_path / (NAME + ".old")).exists()
+
+
+def test_shares_are_held_against_the_peak_found_last(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.write("start")
+    log.write("step", step=1, share_of_peak=0.9, peak=100e9)
+    log.write("step", step=2, peak=None)
+    log.write("step", step=3, share_of_peak=0.5, peak=180e9)
+    run = read_run(tmp_path)
+    assert run.peak == 180e9
+    assert [one.get("share_of_peak") for one in run.steps] == [pytest.approx(0.5), None, 0.5]

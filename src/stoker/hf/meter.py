@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from stoker.machine import this_machine
-from stoker.machine.rates import known
+from stoker.machine.rates import Rates, known, raised
 
 __all__ = ["Meter", "Work", "training_flops"]
 
@@ -65,19 +65,15 @@ class Meter:
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     total_tokens: int = 0
     total_padded: int = 0
+    bf16: bool = False
+    _looked_again: bool = False
     _since: float = field(default_factory=time.perf_counter)
     _paused: float = 0.0
 
     @classmethod
     def of(cls, model: nn.Module, *, bf16: bool) -> Meter:
         rates = known(this_machine())
-        peak = None
-        if rates is not None:
-            # Without bf16 units bf16 is computed as fp32, so the faster of the two is what could be reached.
-            peak = 1e9 * (max(rates.bf16_all, rates.fp32_all) if bf16 else rates.fp32_all)
-            # Measured with all cores; a process that was given fewer is measured by its share.
-            peak *= min(1.0, torch.get_num_threads() / rates.threads)
-        return cls(Work.of(model), peak)
+        return cls(Work.of(model), _peak(rates, bf16) if rates else None, bf16=bf16)
 
     def batch(self, inputs: dict[str, Any]) -> None:
         """Counts a batch that is about to be computed."""
@@ -101,6 +97,9 @@ class Meter:
     def _share(self, rate: float) -> dict[str, float]:
         if self.peak is None:
             return {}
+        if rate > self.peak and not self._looked_again:
+            self._looked_again = True
+            self.peak = max(self.peak, _peak_now(self.bf16) or 0.0)
         if rate > 1.05 * self.peak:
             # Nothing exceeds a peak; this one was measured while the machine did something else.
             log.warning(
@@ -131,5 +130,21 @@ class Meter:
         self.phases = dict.fromkeys(PHASES, 0.0)
         self.tokens = self.padded = self.rows = 0
         self.flops = self._paused = 0.0
-        self._since = now
+        self._since = time.perf_counter()
         return figures
+
+
+def _peak(rates: Rates, bf16: bool) -> float:
+    # Without bf16 units bf16 is computed as fp32, so the faster of the two is what could be reached.
+    best = 1e9 * (max(rates.bf16_all, rates.fp32_all) if bf16 else rates.fp32_all)
+    # Measured with all cores; a process that was given fewer is measured by its share.
+    return best * min(1.0, torch.get_num_threads() / rates.threads)
+
+
+def _peak_now(bf16: bool) -> float | None:
+    """The peak looked at again; None where other processes compute at the same time and would spoil it."""
+    machine = this_machine()
+    rates = known(machine)
+    if rates is None or torch.get_num_threads() < rates.threads:
+        return None
+    return _peak(raised(machine, rates), bf16)

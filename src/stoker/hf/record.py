@@ -117,8 +117,10 @@ class Recorder:
         step = self.trainer.state.global_step
         if "loss" in logs:
             meter = self.trainer._meter
-            phases = getattr(meter, "last_phases", None)
-            self.log.write("step", step=step, phases=phases, **{k: v for k, v in logs.items() if k != "step"})
+            phases, peak = getattr(meter, "last_phases", None), getattr(meter, "peak", None)
+            self.log.write(
+                "step", step=step, phases=phases, peak=peak, **{k: v for k, v in logs.items() if k != "step"}
+            )
         elif any(name.startswith("eval_") for name in logs):
             self.log.write("evaluation", step=step, **{k: v for k, v in logs.items() if k != "step"})
         elif "train_runtime" in logs:

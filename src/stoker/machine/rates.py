@@ -21,7 +21,7 @@ from stoker.machine.facts import Machine
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["STEPS", "Clock", "Progress", "Rates", "forgotten_reason", "known", "measure"]
+__all__ = ["STEPS", "Clock", "Progress", "Rates", "forgotten_reason", "known", "measure", "raised"]
 
 Clock = Callable[[int], float | None]
 """Threads -> the clock in GHz of that many busy cores (the native library can tell, and this room does not know it)."""
@@ -149,6 +149,23 @@ def measure(
         seconds=round(time.perf_counter() - begin, 2),
         disturbed=(watched := others()) is not None and watched.disturbs,
     )
+
+
+def raised(machine: Machine, rates: Rates, *, seconds: float = 0.5) -> Rates:
+    """`rates` after a second look at fp32 with all threads; kept if higher, because the first may have met a busy minute."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(rates.threads)
+    try:
+        found, _ = _product_gflops(torch.float32, seconds, 4 * _SMALLEST)
+    finally:
+        torch.set_num_threads(before)
+    if found <= rates.fp32_all:
+        return rates
+    better = dataclasses.replace(rates, fp32_all=round(found, 2))
+    forgotten_reason(machine, better)
+    return better
 
 
 def _watch_clock(clock: Clock | None, threads: int, best: dict[int, float]) -> None:

@@ -82,6 +82,8 @@ class Run:
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The last entry of each other kind."""
     resumed_at: list[int] = field(default_factory=list)
+    peak: float | None = None
+    """Operations per second that shares of the peak refer to."""
     torn: int = 0
     """Lines that could not be read."""
 
@@ -111,7 +113,16 @@ def read_run(folder: str | Path) -> Run:
                 run.waits.append(entry)
             else:
                 run.others[kind] = entry
+    _one_peak(run)
     return run
+
+
+def _one_peak(run: Run) -> None:
+    """A peak that was found too low on the way was raised; the shares before are held against the last one too."""
+    told = [one for one in run.steps if isinstance(one.get("peak"), int | float) and "share_of_peak" in one]
+    run.peak = max((one["peak"] for one in told), default=None)
+    for one in told:
+        one["share_of_peak"] *= one["peak"] / run.peak
 
 
 def _take_start(run: Run, entry: dict[str, Any]) -> None:

@@ -136,7 +136,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         if any("padding_avoided" in one for one in run.steps):
             tiles.append((f"{_median(run, 'padding_avoided'):.0%}", "padding avoided"))
         steps = run.others.get("model", {}).get("steps")
-        done = run.steps[-1]["step"]
+        done = run.others.get("trained", run.steps[-1]).get("step", run.steps[-1]["step"])
         tiles.append((f"{done:,}", "steps" if not steps or done >= steps else f"of {steps:,} steps"))
     if seconds := run.others.get("trained", {}).get("train_runtime"):
         tiles.append((_clock(float(seconds)), "of training"))
@@ -245,12 +245,13 @@ def _applied(run: Run) -> str:
 def _facts(run: Run) -> str:
     machine, model = run.start.get("machine", {}), run.others.get("model", {})
     memory = machine.get("memory")
+    peak = run.peak / 1e9 if run.peak else machine.get("gflops")
     rows: list[tuple[str, Any]] = [
         ("Model", f"{model.get('type')}, {model.get('parameters', 0):,} parameters" if model else None),
         ("CPU", machine.get("cpu")),
         ("Cores and threads", f"{machine.get('cores')} cores, {machine.get('threads')} threads" if machine else None),
         ("Memory", f"{memory / 1e9:.0f} GB" if memory else None),
-        ("Measured peak", f"{machine['gflops']:.0f} GFLOP/s in fp32" if machine.get("gflops") else None),
+        ("Measured peak", f"{peak:.0f} GFLOP/s" if peak else None),
         ("System", machine.get("system")),
         ("Versions", ", ".join(f"{name} {value}" for name, value in run.start.get("versions", {}).items())),
         ("Resumed at step", ", ".join(map(str, run.resumed_at)) or None),

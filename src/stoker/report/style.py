@@ -31,7 +31,7 @@ h2 { font-size: 1.15rem; margin: 44px 0 14px; letter-spacing: -0.005em; font-wei
 .pill { display: inline-block; font-size: .8rem; font-weight: 600; padding: 2px 11px; border-radius: 99px;
   border: 1px solid currentColor; margin-right: 10px; }
 .pill.good { color: var(--good); } .pill.bad { color: var(--bad); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(132px, 1fr)); gap: 12px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(max(132px, 25% - 12px), 1fr)); gap: 12px; }
 .tile, figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 14px; }
 .tile { padding: 16px 18px; }
 .tile b { display: block; font-size: 1.6rem; line-height: 1.15; letter-spacing: -0.02em; font-weight: 660; }

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from stoker.hf import checkpoints
 from stoker.hf.restart import Start
 from stoker.hf.trainer import Trainer
 from stoker.launch.resume import going_on
+from stoker.machine.rates import Rates
 from stoker.tasks import memory
 from stoker.tasks.display import Display
 from stoker.tasks.loading import quiet
 from stoker.tasks.options import OptionParser, given, program, words_of
 
-__all__ = ["Job", "begin", "cut", "finish", "train", "write_json"]
+__all__ = ["Job", "begin", "cut", "finish", "know_the_machine", "train", "write_json"]
 
 log = logging.getLogger("stoker")
 
@@ -174,13 +175,22 @@ def dress(job: Job, trainer: Trainer) -> None:
 
 
 def measure_peak(job: Job) -> None:
-    """Measures what the machine reaches, once per machine, so that figures can say what share of it is used."""
+    """So that figures can say what share of the machine is used."""
+    if job.args.process_index == 0 and job.args.do_train:
+        know_the_machine(job.say)
+
+
+def know_the_machine(say: Callable[[str], None]) -> Rates:
+    """What the machine reaches: measured once, and looked at again for half a second in every run."""
     from stoker.machine import rates, this_machine
 
     machine = this_machine()
-    if job.args.process_index == 0 and job.args.do_train and rates.known(machine) is None:
-        job.say("measuring what this machine can do (once, 6 seconds)")
-        rates.forgotten_reason(machine, rates.measure(machine))
+    if (known := rates.known(machine)) is not None:
+        return rates.raised(machine, known)
+    say("measuring what this machine can do (once, 6 seconds)")
+    found = rates.measure(machine)
+    rates.forgotten_reason(machine, found)
+    return found
 
 
 def write_json(path: Path, content: Any) -> None:

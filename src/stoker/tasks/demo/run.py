@@ -93,15 +93,11 @@ def _minilm() -> str:
 
 
 def _know_the_machine(console: Console) -> None:
-    from stoker.machine import rates, this_machine
+    from stoker.machine import this_machine
 
-    machine = this_machine()
-    known = rates.known(machine)
-    if known is None:
-        known = rates.measure(machine)
-        rates.forgotten_reason(machine, known)
+    machine, rates = this_machine(), runs.know_the_machine(console.print)
     name = machine.model.name or "this CPU"
-    console.print(f"{name}, {len(machine.usable_cores)} cores, {known.fp32_all:.0f} GFLOP/s")
+    console.print(f"{name}, {len(machine.usable_cores)} cores, {rates.fp32_all:.0f} GFLOP/s")
 
 
 def _headline(console: Console, text: str) -> None:
