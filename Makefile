@@ -21,7 +21,7 @@ SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLi
 help: ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: install ## teach a small model to read, measured against stock; five minutes, no network
+demo: install ## teach a small model to read, measured against stock; about four minutes
 	@$(BIN)/stoker demo --output_dir build/demo
 
 test: install ## lint, types and all tests
@@ -37,10 +37,10 @@ format: install ## let ruff put the code in order
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: install ## every benchmark behind a figure in the README, on a quiet machine
+bench: install ## kernels, training step, launch and allreduce, on a quiet machine; docs name the others beside their figures
 	@$(BIN)/python benchmarks/kernels.py
 	@$(BIN)/python benchmarks/train_step.py --out build/bench
-	@$(BIN)/python benchmarks/launch.py
+	@$(BIN)/python benchmarks/launch.py --rounds 2 --layers 2
 	@$(BIN)/python benchmarks/collectives.py
 
 sanitize: install ## the C++ under AddressSanitizer and UndefinedBehaviorSanitizer

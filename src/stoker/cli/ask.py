@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.text import Text
 
 from stoker.cli.parsing import Parser
 from stoker.errors import UserError
 
 if TYPE_CHECKING:
-    from stoker.tasks.qa.answers import Answer
     from stoker.tasks.qa.ask import Asker
 
 __all__ = ["main"]
@@ -84,21 +82,6 @@ def _answer(asker: Asker, question: str, text: str, options: object) -> None:
         found = {"question": question, "answer": answer.text, "score": round(answer.probability, 4)}
         print(json.dumps({**found, "begin": chosen.begin, "end": chosen.end}, ensure_ascii=False))
         return
+    from stoker.tasks.qa.ask import show
+
     show(Console(highlight=False), answer, text)
-
-
-def show(console: Console, answer: Answer, text: str) -> None:
-    """The answer, its score, and the sentence it stands in with the answer marked."""
-    from stoker.tasks.qa.ask import sentence_around
-
-    if not answer.text:
-        console.print(Text.assemble(("the text does not say", "bold"), f"  (score {answer.probability:.2f})"))
-        return
-    console.print(Text.assemble((answer.text, "bold green"), f"  (score {answer.probability:.2f})"))
-    chosen = answer.chosen
-    begin, end = sentence_around(text, chosen.begin, chosen.end)
-    sentence = Text("  ")
-    sentence.append(text[begin : chosen.begin])
-    sentence.append(text[chosen.begin : chosen.end], style="bold reverse")
-    sentence.append(text[chosen.end : end])
-    console.print(sentence)

@@ -20,7 +20,7 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("doctor", "Know your machine", "what this computer can do, and what holds it back", "stoker.cli.doctor"),
     Command("selftest", "Know your machine", "check that the native library works here", "stoker.cli.selftest"),
-    Command("demo", "Train", "see it all in five minutes, without a network", "stoker.cli.demo"),
+    Command("demo", "Train", "see it all in about four minutes, without a network", "stoker.cli.demo"),
     Command("train", "Train", "fine-tune a model: question answering, classification", "stoker.cli.train"),
     Command("ask", "Train", "ask a trained model about a text", "stoker.cli.ask"),
     Command("report", "Train", "make the page about a run from its log", "stoker.cli.report"),

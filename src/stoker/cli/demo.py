@@ -1,4 +1,4 @@
-"""`stoker demo`: everything at once, in five minutes, without a network."""
+"""`stoker demo`: everything at once, in about four minutes, without a network."""
 
 from __future__ import annotations
 

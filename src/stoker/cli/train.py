@@ -39,12 +39,12 @@ Training:
   --learning_rate 5e-5
   --per_device_train_batch_size 8 rows per batch; or --tokens_per_batch N
   --gradient_accumulation_steps 1
-  --warmup_steps 0.1              steps, or a share of them below 1
+  --warmup_steps 0                steps, or a share of them below 1
   --seed 42
 
 Checkpoints:
   --save_steps 500                or --save_strategy epoch|no
-  --save_total_limit N            keep only the newest
+  --save_total_limit N            keep the newest N, and the best
   --overwrite_output_dir          start over; without it, a run goes on from its newest checkpoint
   --resume_from_checkpoint DIR    go on from this one
 

@@ -236,7 +236,7 @@ def _check_shape(stock: Any, package: str) -> None:
     if missing:
         raise UserError(
             f"{package} {metadata.version(package)}: its {stock.__name__} has no {', '.join(missing)}, which Stoker builds on; "
-            "install a version of the range in docs/coming-from-ipex.md, or give --no-compat"
+            "install a version of the range in docs/launch.md, or give --no-compat"
         )
 
 

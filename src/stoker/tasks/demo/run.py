@@ -182,7 +182,7 @@ def _live(seed: int) -> list[Any]:
 
 
 def _ask(console: Console, asker: Any, question: Any) -> None:
-    from stoker.cli.ask import show
+    from stoker.tasks.qa.ask import show
 
     console.print(f"\n  {question.question}")
     answer = asker.ask(question.question, question.context)

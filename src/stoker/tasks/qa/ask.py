@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.text import Text
 
 from stoker.errors import UserError
 from stoker.tasks.collate import Collator
@@ -15,7 +17,7 @@ from stoker.tasks.qa.answers import Answer, choose_answers
 from stoker.tasks.qa.data import Question
 from stoker.tasks.qa.features import make_windows
 
-__all__ = ["Asker", "sentence_around"]
+__all__ = ["Asker", "sentence_around", "show"]
 
 
 @dataclass(frozen=True)
@@ -87,3 +89,18 @@ def sentence_around(text: str, begin: int, end: int) -> tuple[int, int]:
     while first < begin and text[first].isspace():
         first += 1
     return first, last
+
+
+def show(console: Console, answer: Answer, text: str) -> None:
+    """Prints the answer, its score, and the sentence it stands in with the answer marked."""
+    if not answer.text:
+        console.print(Text.assemble(("the text does not say", "bold"), f"  (score {answer.probability:.2f})"))
+        return
+    console.print(Text.assemble((answer.text, "bold green"), f"  (score {answer.probability:.2f})"))
+    chosen = answer.chosen
+    begin, end = sentence_around(text, chosen.begin, chosen.end)
+    sentence = Text("  ")
+    sentence.append(text[begin : chosen.begin])
+    sentence.append(text[chosen.begin : chosen.end], style="bold reverse")
+    sentence.append(text[chosen.end : end])
+    console.print(sentence)
