@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from stoker.hf.secrets import HIDDEN
 from tasks.fake_hub import FakeHub, fake_hub
 from tasks.models import save_tiny_bert
+
+TOKEN = "hf_not_to_be_seen"
 
 
 @pytest.fixture
@@ -30,12 +33,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(files: Path, out: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+def train(files: Path, out: Path, endpoint: str, *more: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the hub's library reads its address once, when it is imported."""
     words = [
         "train", "classify", "--model_name_or_path", str(files / "bert"), "--train_file", str(files / "rows.tsv"),
         "--validation_file", str(files / "rows.tsv"), "--do_train", "--do_eval", "--max_steps", "2", "--report_to", "none",
-        "--save_strategy", "no", "--output_dir", str(out), "--push_to_hub", "--hub_token", "hf_a",
+        "--save_strategy", "no", "--output_dir", str(out), "--push_to_hub", "--hub_token", TOKEN, *more,
     ]  # fmt: skip
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
     return subprocess.run(
@@ -56,8 +59,20 @@ def test_model_card_and_report_reach_the_hub(hub: FakeHub, files: Path, tmp_path
     assert pushed["model.safetensors"] == (tmp_path / "paraphrases" / "model.safetensors").read_bytes()
     assert b'"stoker"' in pushed["README.md"]
     assert b"/tmp" not in pushed["README.md"].partition(b"\n---\n")[0]
-    assert hub.commits == ["Model save", "End of training"]
+    assert hub.commits == ["End of training"]
+    assert b'from_pretrained("somebody/paraphrases")' in pushed["README.md"]
     assert not [name for name in pushed if name.startswith((".", "_", "checkpoint-"))]
+
+
+def test_the_token_is_neither_kept_nor_published(hub: FakeHub, files: Path, tmp_path: Path) -> None:
+    saving = ["--save_strategy", "steps", "--save_steps", "1", "--hub_strategy", "every_save"]
+    done = train(files, tmp_path / "out", hub.address, *saving)
+    assert done.returncode == 0, done.stderr
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.name == "training_args.bin" for path in kept)
+    assert not [path for path in kept if TOKEN.encode() in path.read_bytes()]
+    assert not [name for name, content in hub.repositories["somebody/out"].items() if TOKEN.encode() in content]
+    assert f"--hub_token {HIDDEN}" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_hub_out_of_reach_stops_before_training(files: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 A bf16 run or a run without a GPU uses the CPU without being told; `ddp_timeout` reaches the process group on CPUs too.
 """
 
+import copy
 import dataclasses
 import logging
 import math
@@ -122,6 +123,21 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
         elif row.name == "overwrite_output_dir" and not value:
             return ""
         return f"{row.name}: {row.now}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For training_args.bin, which is saved beside every model and may be published: no tokens."""
+        return {name: None if name.endswith("_token") else value for name, value in self.__dict__.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TrainingArguments":
+        same = type(self).__new__(type(self))
+        memo[id(self)] = same
+        same.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return same
+
+    def __copy__(self) -> "TrainingArguments":
+        same = type(self).__new__(type(self))
+        same.__dict__.update(self.__dict__)
+        return same
 
     def _take_distributed_words(self) -> None:
         """What `stoker launch` was told for scripts that do not know these words, then the defaults."""

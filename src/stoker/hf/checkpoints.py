@@ -22,6 +22,7 @@ __all__ = [
     "last_good",
     "publish",
     "put_in_place",
+    "remove_all",
     "rotate",
     "staging",
     "tidy",
@@ -147,14 +148,23 @@ def why_unusable(checkpoint: Path) -> str | None:
     return None
 
 
-def last_good(folder: Path) -> Path | None:
-    """The newest checkpoint that can be resumed from; those that cannot are named."""
+def last_good(folder: Path, since: float | None = None) -> Path | None:
+    """The checkpoint with most steps that can be resumed from, of those written after `since`; those that cannot are named."""
     for checkpoint in reversed(all_checkpoints(folder)):
+        if since is not None and _written(checkpoint) <= since:
+            continue
         reason = why_unusable(checkpoint)
         if reason is None:
             return checkpoint
         log.warning("%s cannot be resumed from: %s", checkpoint, reason)
     return None
+
+
+def _written(checkpoint: Path) -> float:
+    try:
+        return (checkpoint / "trainer_state.json").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def rotate(folder: Path, limit: int | None, keep: Iterable[Path]) -> None:
@@ -179,6 +189,11 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(checkpoint, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_all(folder: Path) -> None:
+    for checkpoint in all_checkpoints(folder):
+        remove(checkpoint)
 
 
 def disk_is_full(error: BaseException, folder: Path, needed: int) -> bool:

@@ -45,7 +45,7 @@ class PublishingTrainer(transformers.Trainer):  # type: ignore[misc]
                 commit_message=message,
                 token=self.args.hub_token,
                 revision=self.args.hub_revision,
-                ignore_patterns=["_*", ".*", "checkpoint-*"],
+                ignore_patterns=["_*", ".*", "*.old", "checkpoint-*", "training_args.bin"],
             )
         except Exception as error:  # as above
             log.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import platform
 import shlex
 import sys
@@ -15,6 +16,7 @@ import transformers
 
 from stoker import __version__
 from stoker.hf.batches import lengths_of
+from stoker.hf.secrets import without_secrets
 from stoker.machine import this_machine
 from stoker.machine.rates import known
 from stoker.report.log import RunLog
@@ -51,8 +53,8 @@ class Recorder:
         if checkpoint is None:
             self.log.start_over()
         facts: dict[str, Any] = {
-            "resumed_at": int(checkpoint.name.rpartition("-")[2]) if checkpoint else None,
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "resumed_at": _step_of(checkpoint) if checkpoint else None,
+            "command": shlex.join(without_secrets([Path(sys.argv[0]).name, *sys.argv[1:]])),
             "versions": {
                 "stoker": __version__,
                 "torch": str(torch.__version__),
@@ -134,6 +136,11 @@ class Recorder:
     def end(self, reason: str) -> None:
         if self._on:
             self.log.write("end", reason=reason, step=self.trainer.state.global_step)
+
+
+def _step_of(checkpoint: Path) -> int:
+    """By its state, because a checkpoint may have any name (`last-checkpoint`, as the hub knows it)."""
+    return int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
 
 
 def _machine_facts() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stoker.hf import checkpoints
+from stoker.hf.secrets import without_secrets
 
 __all__ = ["command", "going_on", "tell"]
 
@@ -18,7 +19,7 @@ def command(launch: Sequence[str], arguments: Sequence[str]) -> str | None:
     found = checkpoints.last_good(Path(folder)) if folder else None
     if found is None:
         return None
-    return shlex.join([*going_on(launch), "--resume_from_checkpoint", str(found)])
+    return shlex.join([*going_on(without_secrets(launch, None)), "--resume_from_checkpoint", str(found)])
 
 
 def going_on(words: Sequence[str]) -> list[str]:

@@ -94,7 +94,8 @@ Versions: stoker {__version__}, transformers {transformers.__version__}, torch {
 
 
 def _use(job: Any, trainer: Any) -> str:
-    lines = _USES[job.task].replace("{path}", str(job.args.output_dir)).splitlines()
+    path = trainer.hub_model_id if job.args.push_to_hub else job.args.output_dir
+    lines = _USES[job.task].replace("{path}", str(path)).splitlines()
     if trainer.model.config.problem_type == "regression":
         lines[-1] = _NUMBER
     return "\n".join(lines)

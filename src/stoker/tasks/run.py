@@ -16,6 +16,7 @@ from rich.console import Console
 from stoker.errors import UserError
 from stoker.hf import checkpoints
 from stoker.hf.restart import Start
+from stoker.hf.secrets import without_secrets
 from stoker.hf.trainer import Trainer
 from stoker.launch.resume import going_on
 from stoker.machine.rates import Rates
@@ -42,7 +43,7 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        return ["stoker", "train", self.task, *self.argv]
+        return ["stoker", "train", self.task, *without_secrets(self.argv)]
 
     def say(self, sentence: str) -> None:
         if self.args.process_index == 0:
@@ -59,7 +60,7 @@ def begin(task: str, argv: list[str], data_options: Any) -> Job:
     model, data, args = OptionParser(f"train {task}", data_options).read(argv)
     if not (args.do_train or args.do_eval or args.do_predict):
         raise UserError(f"stoker train {task} has nothing to do; give --do_train, --do_eval or --do_predict")
-    if args.do_train and not args.output_dir:
+    if args.do_train and not given("output_dir", argv):
         raise UserError("--output_dir is missing: where should the model go?")
     _needs_data(args, data)
     _check_output(args)
@@ -116,16 +117,15 @@ def cut(rows: Sequence[Any], most: int | None) -> Sequence[Any]:
     return rows if most is None else rows[:most]
 
 
-def resume_point(job: Job) -> Path | None:
+def resume_point(job: Job, trainer: Trainer) -> Path | None:
     """Where to go on from: the checkpoint asked for, or the newest in a folder that was used before."""
     folder, asked = Path(job.args.output_dir), job.args.resume_from_checkpoint
     if asked and str(asked).lower() not in {"true", "1", "yes"}:
         return Path(asked)
     if getattr(job.args, "overwrite_output_dir", None) and not asked and not Start.read(folder).again:
-        for checkpoint in checkpoints.all_checkpoints(folder):
-            checkpoints.remove(checkpoint)
+        trainer._in_turn(lambda: checkpoints.remove_all(folder))
         return None
-    checkpoints.tidy(folder)
+    trainer._in_turn(lambda: checkpoints.tidy(folder))
     found = checkpoints.last_good(folder)
     if found is None and asked:
         raise UserError(f"there is no checkpoint to resume from in {folder}")
@@ -142,8 +142,8 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
     if not job.data.skip_memory_check:
         need = memory.check_memory(trainer.model, lengths, args, optimized=optimized)
         job.say(f"{len(lengths):,} training rows, {int(lengths.sum()):,} tokens; about {need / 1e9:.1f} GB of memory")
-    checkpoint = resume_point(job)
-    trainer.resume_command = shlex.join([*program(), "train", job.task, *going_on(job.argv)])
+    checkpoint = resume_point(job, trainer)
+    trainer.resume_command = shlex.join([*program(), "train", job.task, *going_on(without_secrets(job.argv, None))])
     trainer.recorder.task = {
         "task": job.task,
         "model": job.model.model_name_or_path,
@@ -151,7 +151,7 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
         **facts,
     }
     result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    trainer.save_model()
+    trainer.save_model(_internal_call=True)  # published whole, when card and report are there too
     seconds, loss = result.metrics.get("train_runtime", 0.0), result.metrics.get("train_loss", 0.0)
     job.say(f"trained to step {result.global_step:,} in {seconds:,.0f} s, mean loss {loss:.3f}")
     if args.should_save:
