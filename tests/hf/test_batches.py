@@ -26,9 +26,28 @@ def test_every_row_comes_once_in_every_epoch_and_all_ranks_get_as_many_batches(s
         assert sorted(seen) == list(range(len(LENGTHS)))
 
 
-def test_the_first_epoch_keeps_to_the_budget() -> None:
-    for batch in EpochBatches(LENGTHS, tokens=200, seed=1):
-        assert LENGTHS[batch].sum() <= 200
+@pytest.mark.parametrize("similar", [False, True])
+@pytest.mark.parametrize("tokens", [60, 90, 200, 1000])
+def test_every_epoch_keeps_to_the_budget(tokens: int, similar: bool) -> None:
+    more = 0
+    for seed in range(6):
+        batches = EpochBatches(LENGTHS, tokens=tokens, similar=similar, seed=seed)
+        for epoch in range(8):
+            batches.set_epoch(epoch)
+            more += len(batches._cut(batches._order())) > len(batches)
+            found = list(batches)
+            assert all(0 < LENGTHS[batch].sum() <= tokens for batch in found)
+            assert sorted(row for batch in found for row in batch) == list(range(len(LENGTHS)))
+    assert more or (tokens, similar) == (1000, True)  # epochs that are cut into more batches than the first one
+
+
+def test_rows_that_fit_in_the_first_epochs_way_only_still_keep_to_the_budget() -> None:
+    lengths = np.array([6, 4, 6, 4, 3, 7])  # pairs of 10; the order of the data is the first epoch's
+    batches = EpochBatches(lengths, tokens=10, shuffle=False)
+    assert len(batches) == 3
+    assert [lengths[batch].sum() for batch in batches._even([[0], [1, 4], [2], [3], [5]])] == [10, 10, 10]
+    batches._fill = lambda *_: False  # type: ignore[method-assign]
+    assert sorted(map(sorted, batches._even([[0], [1, 4], [2], [3], [5]]))) == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_similar_lengths_come_together() -> None:

@@ -5,6 +5,7 @@ Such an order can be taken up again in the middle: a resumed run asks for the sa
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ class EpochBatches:
         # Cut by tokens, epochs would differ in their number of batches; trainers plan with one, so the first one's counts.
         first = self._cut(self._order())
         self._count = -(-len(first) // world_size) * world_size
-        self._made: tuple[int, list[list[int]]] = (0, self._even(first))
+        self._first = self._even(first)
+        self._made = (0, self._first)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -96,8 +98,8 @@ class EpochBatches:
         return batches
 
     def _even(self, batches: list[list[int]]) -> list[list[int]]:
-        """As many batches as the first epoch has, for every process alike: large ones are split, small ones joined."""
-        batches = list(batches)
+        """As many batches as the first epoch has, for every process alike: large ones are split, or rows go where room is."""
+        batches = self._spread(batches) if len(batches) > self._count else list(batches)
         while len(batches) < self._count:
             largest = max(range(len(batches)), key=lambda i: len(batches[i]))
             batch = batches[largest]
@@ -105,11 +107,40 @@ class EpochBatches:
                 batches.append(batches[0])  # fewer rows than processes: one is seen twice
                 continue
             batches[largest : largest + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
-        while len(batches) > self._count:
-            sizes = [int(self.lengths[batch].sum()) for batch in batches]
-            smallest = min(range(len(batches) - 1), key=lambda i: sizes[i] + sizes[i + 1])
-            batches[smallest : smallest + 2] = [batches[smallest] + batches[smallest + 1]]
         return batches
+
+    def _spread(self, batches: list[list[int]]) -> list[list[int]]:
+        """At most `_count` batches, none above `tokens`, out of more.
+
+        The emptiest are taken apart and their rows put where there is room; where that is not enough, more and more of the
+        emptiest are filled anew, up to all. What fits the first epoch's way only comes in its batches, in another order.
+        """
+        emptiest = sorted(range(len(batches)), key=lambda i: int(self.lengths[batches[i]].sum()))
+        gone, again = len(batches) - self._count, 0
+        while again <= self._count:
+            apart = emptiest[: gone + again]
+            dropped, anew = set(apart[:gone]), set(apart)
+            spread = [[] if i in anew else list(batch) for i, batch in enumerate(batches) if i not in dropped]
+            if self._fill(spread, [row for i in apart for row in batches[i]]):
+                return [batch for batch in spread if batch]
+            if again == self._count:
+                break
+            again = min(2 * again or 1, self._count)
+        order = np.random.default_rng([self.seed, self.epoch, 2]).permutation(self._count)
+        return [self._first[i] for i in order.tolist()]
+
+    def _fill(self, batches: list[list[int]], rows: list[int]) -> bool:
+        """Puts every row, the longest first, into the batch that it fills best; False if one has no place."""
+        rooms = sorted(((self.tokens or 0) - int(self.lengths[batch].sum()), i) for i, batch in enumerate(batches))
+        for row in sorted(rows, key=lambda row: -self.lengths[row]):
+            length = int(self.lengths[row])
+            at = bisect_left(rooms, (length, -1))
+            if at == len(rooms):
+                return False
+            room, i = rooms.pop(at)
+            batches[i].append(row)
+            insort(rooms, (room - length, i))
+        return True
 
 
 def lengths_of(dataset: Any, column: str = "length") -> NDArray[np.int64]:
