@@ -67,11 +67,8 @@ class Start:
 def checkpoint_to_go_on_from(folder: Path) -> Path | None:
     """The last good checkpoint that the run in `folder` has written itself."""
     starts = _starts(folder / NAME)
-    found = checkpoints.last_good(folder) if starts else None
-    if found is None:
-        return None
     # The log keeps milliseconds, the file system may keep less.
-    return found if (found / "trainer_state.json").stat().st_mtime > float(starts[0]["time"]) - 1.0 else None
+    return checkpoints.last_good(folder, since=float(starts[0]["time"]) - 1.0) if starts else None
 
 
 def steps_that_keep_the_batch(before: Mapping[str, Any], batch: int, processes: int) -> int | None:

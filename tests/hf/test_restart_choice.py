@@ -1,0 +1,29 @@
+"""After a restart, a run goes on from its own last checkpoint, whatever an earlier run left in the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from stoker.hf.restart import checkpoint_to_go_on_from
+from stoker.report.log import NAME
+
+
+def checkpoint(folder: Path, step: int, time: float) -> Path:
+    path = folder / f"checkpoint-{step}"
+    path.mkdir()
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        (path / name).touch()
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    os.utime(path / "trainer_state.json", (time, time))
+    return path
+
+
+def test_an_older_runs_checkpoint_with_more_steps_does_not_hide_this_runs(tree_path: Path) -> None:
+    (tree_path / NAME).write_text(json.dumps({"kind": "start", "time": 5000.0}) + "\n")
+    checkpoint(tree_path, 1000, time=100.0)
+    assert checkpoint_to_go_on_from(tree_path) is None
+    checkpoint(tree_path, 50, time=5010.0)
+    mine = checkpoint(tree_path, 100, time=5020.0)
+    assert checkpoint_to_go_on_from(tree_path) == mine
