@@ -103,6 +103,74 @@ def test_a_nan_loss_stops_and_names_step_and_examples(tree_path: Path, accumulat
         assert all(torch.isfinite(value).all() for value in weights.values())
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([{**row, "labels": float("nan")} for row in tiny.TinyData(16).rows])
+
+
+def test_a_nan_loss_in_a_stream_of_rows_is_named_as_such(tree_path: Path) -> None:
+    model = tiny.tiny_model(labels=1)
+    model.config.problem_type = "regression"
+    with pytest.raises(NonFiniteLoss, match="the loss is nan at step 1;"):
+        tiny.trainer(tree_path, model=model, data=Stream(), max_steps=3).train()
+
+
+def test_a_nan_loss_names_the_examples_of_a_run_that_began_its_epoch_anew(tree_path: Path) -> None:
+    def trainer(bad: int, **settings: Any) -> Any:
+        model = tiny.tiny_model(labels=1)
+        model.config.problem_type = "regression"
+        return tiny.trainer(tree_path, model=model, data=Poisoned(bad), num_train_epochs=3, **settings)
+
+    trainer(bad=-1, max_steps=3, save_steps=3).train()
+    resumed = trainer(bad=13, ignore_data_skip=True)
+    with pytest.raises(NonFiniteLoss, match="row-13"):
+        resumed.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"tokens_per_batch": 90, "dataloader_drop_last": True},
+            "dataloader_drop_last: without effect with tokens_per",
+        ),
+        ({"group_by_length": True, "dataloader_drop_last": True}, "dataloader_drop_last: without effect with group_by"),
+        ({"tokens_per_batch": 90, "max_steps": 1}, "tokens_per_batch: without effect, for an IterableDataset"),
+        ({"tokens_per_batch": 90}, ""),
+    ],
+)
+def test_a_setting_without_effect_is_named(
+    tree_path: Path, settings: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Stream() if said.startswith("tokens") else None
+    with caplog.at_level("WARNING", logger="stoker"):
+        tiny.trainer(tree_path, data=data, **settings).get_train_dataloader()
+    assert caplog.text.count("without effect") == (1 if said else 0)
+    assert said in caplog.text
+
+
+def test_a_checkpoint_that_cannot_be_pushed_costs_one_sentence(
+    tree_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: Any, folder: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(transformers.Trainer, "_push_from_checkpoint", full)
+    monkeypatch.setattr(transformers.Trainer, "init_hf_repo", lambda self, token=None: None)
+    trainer = tiny.trainer(tree_path, max_steps=2, save_steps=2, push_to_hub=True)
+    with caplog.at_level("WARNING", logger="stoker"):
+        trainer.train()
+    assert names(tree_path) == ["checkpoint-2"]
+    assert caplog.text.count("checkpoint-2 was not pushed to the hub: [Errno 28] No space left on device;") == 1
+
+
+def test_a_run_that_had_ended_takes_no_further_step(tree_path: Path) -> None:
+    tiny.trainer(tree_path, max_steps=5, save_steps=5).train()
+    again = tiny.trainer(tree_path, max_steps=5, save_steps=5)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 5
+
+
 def test_weights_that_are_no_longer_finite_are_not_saved(tree_path: Path) -> None:
     trainer = tiny.trainer(tree_path, max_steps=4, save_steps=2)
 

@@ -35,6 +35,7 @@ class Interrupts:
         return _SIGNALS[signal.Signals(self.received)] if self.received else ""
 
     def __enter__(self) -> Interrupts:
+        self.received = None  # a signal that ended an earlier training does not end this one
         # Python runs handlers in the main thread only, and lets no other thread set them.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:

@@ -1,24 +1,42 @@
 """What a checkpoint belongs to: model, data and the settings that decide which examples come when.
 
-Kept as a small JSON file in each checkpoint, so that going on with something changed can say what has changed.
+Kept as a small JSON file in each checkpoint, so that going on with something changed can say what has changed. And
+the random numbers, which a resumed run must find where the step had left them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import random
+import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from stoker.errors import UserError
 
-__all__ = ["NAME", "check", "command_of_script", "facts_of", "read", "write"]
+__all__ = [
+    "NAME",
+    "RandomNumbers",
+    "aside",
+    "check",
+    "command_of_script",
+    "data_facts",
+    "facts_of",
+    "random_numbers",
+    "read",
+    "write",
+]
+
+RandomNumbers = tuple[Any, Any, torch.Tensor]
 
 NAME = "stoker_run.json"
 _ORDER = {
@@ -41,12 +59,35 @@ _ORDER = {
 }
 
 
-def facts_of(model: nn.Module, dataset: Any, args: Any) -> dict[str, dict[str, Any]]:
-    """The facts by which two runs are compared, as JSON can hold them."""
+def random_numbers() -> RandomNumbers:
+    """Where the generators stand that a checkpoint keeps: Python's, numpy's and torch's."""
+    return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+
+
+@contextlib.contextmanager
+def aside(state: RandomNumbers | None = None) -> Iterator[None]:
+    """What happens within does not move the random numbers of training; it may begin from another `state` of them."""
+    before = random_numbers()
+    try:
+        if state is not None:
+            _set(state)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(state: RandomNumbers) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.random.set_rng_state(state[2])
+
+
+def facts_of(model: nn.Module, data: dict[str, Any], args: Any) -> dict[str, dict[str, Any]]:
+    """The facts by which two runs are compared, as JSON can hold them; those of the data are `data_facts`."""
     run = {name: getattr(args, field, None) for name, field in _ORDER.items()}
     run = {name: getattr(value, "value", value) for name, value in run.items()}
     run |= {"processes": args.world_size, "threads": torch.get_num_threads()}
-    return {"model": _model_facts(model), "data": _data_facts(dataset), "run": run}
+    return {"model": _model_facts(model), "data": data, "run": run}
 
 
 def _model_facts(model: nn.Module) -> dict[str, Any]:
@@ -60,18 +101,42 @@ def _model_facts(model: nn.Module) -> dict[str, Any]:
     return {**facts, "shapes": digest}
 
 
-def _data_facts(dataset: Any) -> dict[str, Any]:
+def data_facts(dataset: Any) -> dict[str, Any]:
+    """What is known of the training data; what cannot be read is left out, for no run depends on it."""
     try:
         rows = len(dataset)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return {}
+    try:
+        with aside():
+            # Rows that are made at random come out the same each time.
+            random.seed(0)
+            np.random.seed(0)
+            torch.random.default_generator.manual_seed(0)
+            return {"rows": rows, "sample": _sample(dataset, rows)}
+    except (
+        Exception
+    ):  # whatever a data set raises; the training loop will meet it too, where it can be seen whose it is
+        return {"rows": rows}
+
+
+def _sample(dataset: Any, rows: int) -> str:
     # Some rows stand for all: reading every one could take long, and a changed file moves these too.
     digest = hashlib.sha256()
     for index in sorted({0, rows // 3, 2 * rows // 3, rows - 1}) if rows else ():
         item = dataset[index]
         ids = item.get("input_ids") if isinstance(item, Mapping) else None
-        digest.update(repr(list(map(int, ids)) if ids is not None else item).encode())
-    return {"rows": rows, "sample": digest.hexdigest()[:16]}
+        # Objects without words of their own name their place in memory, which is another in every process.
+        words = repr(_plain(ids)) if ids is not None else re.sub(r"\b0x[0-9a-f]+", "", repr(item))
+        digest.update(words.encode())
+    return digest.hexdigest()[:16]
+
+
+def _plain(ids: Any) -> Any:
+    """Numbers and lists of them, however deep (one list per choice, one row per sequence), whatever held them."""
+    if hasattr(ids, "tolist"):
+        return ids.tolist()
+    return [_plain(one) for one in ids] if isinstance(ids, list | tuple) else ids
 
 
 def write(folder: Path, facts: dict[str, Any]) -> None:
@@ -99,7 +164,8 @@ def check(checkpoint: Path, now: dict[str, dict[str, Any]]) -> list[str]:
             f"{checkpoint} belongs to another model than the one given ({named}); start over or give that model"
         )
     data = _differences(before.get("data", {}), now["data"], hide=("sample",))
-    if not data and before.get("data") != now["data"]:
+    samples = [facts.get("sample") for facts in (before.get("data", {}), now["data"])]
+    if not data and None not in samples and samples[0] != samples[1]:
         data = ["the training data has other rows"]
     return [*model, *data, *_differences(before.get("run", {}), now["run"])]
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import has_length
 
 from stoker.errors import UserError
 from stoker.hf import checkpoints, resume
@@ -59,6 +60,17 @@ class Trainer(PublishingTrainer):
         self._interrupts = Interrupts()
         self._batches: EpochBatches | None = None
         self._micro_step = 0
+        self._epoch_began = (0, 0)
+        """The epoch that is being computed, and the step before its first one here."""
+        self._data_facts: dict[str, Any] = {}
+        self._random_numbers: resume.RandomNumbers | None = None
+        """Those of training, while an evaluation draws its own."""
+        self._due = False
+        """The step just done has an evaluation to come, which a checkpoint written now does not know of."""
+        self._over = False
+        """Nothing is left to train."""
+        self._goes_on_from: Path | None = None
+        self._asked: tuple[Any, Any] = (None, None)
         self._staged: Path | None = None
         self._pushes: list[str] = []
         self.resume_command: str | None = None
@@ -66,7 +78,8 @@ class Trainer(PublishingTrainer):
         self.ranks = Ranks(self)
         if self.model is not None and averages_own_loss(self.model):
             self.model_accepts_loss_kwargs = False
-        self.add_callback(_Watch(self))
+        self._watch = _Watch(self)
+        self.add_callback(self._watch)
 
     # The model, optimised
 
@@ -104,7 +117,9 @@ class Trainer(PublishingTrainer):
         tokens = getattr(self.args, "tokens_per_batch", None)
         similar = getattr(self.args, "train_sampling_strategy", "random") == "group_by_length"
         dataset = self.train_dataset
-        if not (tokens or similar) or dataset is None or isinstance(dataset, torch.utils.data.IterableDataset):
+        stream = isinstance(dataset, torch.utils.data.IterableDataset)
+        self._say_what_has_no_effect(tokens, similar, stream)
+        if not (tokens or similar) or dataset is None or stream:
             loader = super().get_train_dataloader()
             return loader if similar or tokens else self.ranks.balance(loader)
         try:
@@ -125,7 +140,21 @@ class Trainer(PublishingTrainer):
             dataset, batch_sampler=self._batches, collate_fn=collate, num_workers=self.args.dataloader_num_workers
         )
 
+    def _say_what_has_no_effect(self, tokens: int | None, similar: bool, stream: bool) -> None:
+        if not self.is_world_process_zero():
+            return
+        if tokens and stream:
+            log.warning(
+                "tokens_per_batch: without effect, for an IterableDataset gives its rows in an order of its own"
+            )
+        elif (tokens or similar) and self.args.dataloader_drop_last:
+            log.warning("dataloader_drop_last: without effect with %s, which leaves out no row",
+                        "tokens_per_batch" if tokens else "group_by_length")  # fmt: skip
+
     def get_batch_samples(self, *args: Any, **named: Any) -> Any:
+        if self._over:
+            self.control.should_training_stop = True
+            return [], None
         begin = time.perf_counter()
         samples = super().get_batch_samples(*args, **named)
         if self._meter is not None:
@@ -178,25 +207,27 @@ class Trainer(PublishingTrainer):
         """The ids of the examples in the batch being computed, found by going through the sampler again."""
         loader = self.callback_handler.train_dataloader
         sampler = getattr(loader, "batch_sampler", None)
-        if sampler is None or not hasattr(loader, "__len__"):
+        if sampler is None or not has_length(loader):
             return []
         epoch, position = self._epoch_and_position(len(loader))
         owners: tuple[Any, ...] = (loader, sampler, getattr(sampler, "sampler", None))
-        for owner in owners:
-            if hasattr(owner, "set_epoch"):
-                owner.set_epoch(epoch)
         try:
+            for owner in owners:
+                if hasattr(owner, "set_epoch"):
+                    owner.set_epoch(epoch)
             indices: list[int] = next(islice(iter(sampler), position, None), [])
-        except (TypeError, RuntimeError):
+            name = getattr(self.train_dataset, "example_ids", None)
+            return [str(one) for one in (name(indices) if name is not None else indices)]
+        except Exception:  # whatever someone's sampler raises: what is told is the loss
             return []
-        name = getattr(self.train_dataset, "example_ids", None)
-        return [str(one) for one in (name(indices) if name is not None else indices)]
 
     def _epoch_and_position(self, batches: int) -> tuple[int, int]:
         """Which micro-batch of which epoch is being computed."""
         accumulation = self.args.gradient_accumulation_steps
-        updates = max(-(-batches // accumulation), 1)
-        epoch, update = divmod(self.state.global_step, updates)
+        epoch, before = self._epoch_began
+        update = self.state.global_step - before
+        if not self.args.ignore_data_skip:
+            epoch, update = divmod(self.state.global_step, max(-(-batches // accumulation), 1))
         return epoch, update * accumulation + self._micro_step
 
     # Evaluation
@@ -204,27 +235,65 @@ class Trainer(PublishingTrainer):
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         begin = time.perf_counter()
         # Evaluating must not move the random numbers of training, or a resumed run that skips one would differ.
-        with torch.random.fork_rng(devices=[]):
-            output = super().evaluation_loop(*args, **named)
+        self._random_numbers = resume.random_numbers()
+        try:
+            with resume.aside():
+                output = super().evaluation_loop(*args, **named)
+        finally:
+            self._random_numbers = None
         if self._meter is not None:
             self._meter.pause(time.perf_counter() - begin)
         return output
 
+    def _evaluate(self, *args: Any, **named: Any) -> Any:
+        metrics = super()._evaluate(*args, **named)
+        self._due = False
+        return metrics
+
+    def _make_up_for_evaluation(self) -> None:
+        """The evaluation that an interrupt kept from following the step of the checkpoint: the best model may depend on it."""
+        checkpoint = self._goes_on_from
+        if checkpoint is None:
+            return
+        known = self.args.eval_strategy != "no" and (resume.read(checkpoint) or {}).get("due")
+        self._due = self._over = bool(self._of_all(int(bool(known))))
+        if self._due:
+            self._load_rng_state(str(checkpoint))  # transformers does so later; the checkpoint is written again here
+            self.control.should_evaluate = self.control.should_save = True
+            trial, ignored = self._asked
+            self._maybe_log_save_evaluate(
+                torch.tensor(0.0), None, self.model_wrapped, trial, self.state.epoch, ignored, 0.0
+            )
+        # transformers would take one more step before it looks.
+        self._over &= self.control.should_training_stop  # by early stopping
+        self._over |= self.state.global_step >= self.state.max_steps
+
     # Training, from checkpoint to checkpoint
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **named: Any,
+    ) -> Any:
         folder = Path(self.args.output_dir)
         self._in_turn(lambda: checkpoints.tidy(folder))
         start = Start.read(folder)
+        self._data_facts = resume.data_facts(self.train_dataset)
         checkpoint = self._after_restart(folder, start) or self._checkpoint_to_resume(folder, resume_from_checkpoint)
         self._meter = Meter.of(self.model, bf16=self.args.bf16) if self.model is not None else None
         if self._meter is not None:
             self._meter.padded_length = self.padded_length
             self._meter.computes_padding = getattr(self.args, "use_ipex", None) is False
         self.recorder.begin(checkpoint, start.facts)
+        self._due = self._over = False
+        self._goes_on_from, self._asked = checkpoint, (trial, ignore_keys_for_eval)
+        # Last, so that it knows what the others have asked for, and they have begun before it evaluates.
+        self.callback_handler.callbacks.sort(key=lambda callback: callback is self._watch)
         try:
             with self._interrupts:
-                output = super().train(str(checkpoint) if checkpoint else None, *args, **named)
+                output = super().train(str(checkpoint) if checkpoint else None, trial, ignore_keys_for_eval, **named)
             self.recorder.end("finished")
             return output
         except BaseException as error:
@@ -235,6 +304,9 @@ class Trainer(PublishingTrainer):
         finally:
             self.ranks.train_ends()
             self._meter = None
+            # After an exception, too, this is no longer training: an evaluation by hand saves nothing and ends nothing.
+            self._interrupts.received = None
+            self.is_in_train = False
 
     def _after_restart(self, folder: Path, start: Start) -> Path | None:
         if not start.again:
@@ -276,13 +348,14 @@ class Trainer(PublishingTrainer):
     def _say_what_differs(self, checkpoint: Path) -> None:
         if self.model is None:
             return
-        changed = resume.check(checkpoint, resume.facts_of(self.model, self.train_dataset, self.args))
+        changed = resume.check(checkpoint, resume.facts_of(self.model, self._data_facts, self.args))
         if changed and self.is_world_process_zero():
             log.warning("%s is from a run that differs, so this is not its exact continuation: %s",
                         checkpoint, "; ".join(changed))  # fmt: skip
 
     def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
+        with resume.aside(self._random_numbers):
+            super()._save_rng_state(output_dir)
         self.ranks.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -315,10 +388,10 @@ class Trainer(PublishingTrainer):
         finally:
             self._staged = None
         while self._pushes:
-            super()._push_from_checkpoint(self._pushes.pop(0))
+            self._push_from_checkpoint(self._pushes.pop(0))
         if self._meter is not None:
             self._meter.pause(time.perf_counter() - begin)
-        if self._interrupts.received:
+        if self._interrupted():
             self._leave(target)
 
     def _write_staged(self, model: nn.Module, trial: Any, staged: Path, target: Path) -> None:
@@ -335,7 +408,8 @@ class Trainer(PublishingTrainer):
                     self.state.best_model_checkpoint = str(path)
                 self.state.save_to_json(str(written / "trainer_state.json"))
             if self.model is not None and self.train_dataset is not None:
-                resume.write(written, resume.facts_of(self.model, self.train_dataset, self.args))
+                facts = resume.facts_of(self.model, self._data_facts, self.args)
+                resume.write(written, {**facts, "due": {"evaluation": True}} if self._due else facts)
         self._wait_for_everyone()
         self._in_turn(lambda: _put_in_place(staged, target))
         if self.args.should_save:
@@ -344,10 +418,14 @@ class Trainer(PublishingTrainer):
             checkpoints.rotate(target.parent, self.args.save_total_limit, keep)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._staged is None:
-            super()._push_from_checkpoint(checkpoint_folder)
-        else:
+        if self._staged is not None:
             self._pushes.append(str(self._staged.parent / Path(checkpoint_folder).name))
+            return
+        try:
+            super()._push_from_checkpoint(checkpoint_folder)
+        except Exception as error:  # whatever the hub's library, the network and the disk raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            log.warning("%s was not pushed to the hub: %s; training goes on", checkpoint_folder, reason)
 
     def _finalize_training(self, *args: Any, **named: Any) -> Any:
         # transformers ends with deleting all but the best checkpoint where one is to be kept; the newest stays here.
@@ -356,6 +434,10 @@ class Trainer(PublishingTrainer):
             return super()._finalize_training(*args, **named)
         finally:
             self.args.save_total_limit = limit
+
+    def _sorted_checkpoints(self, *args: Any, **named: Any) -> list[str]:
+        # transformers 4 deletes what this names, at that end as well; here `checkpoints.rotate` does.
+        return []
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         self._save_whole(output_dir, of_checkpoint=_internal_call and output_dir is not None)
@@ -393,6 +475,19 @@ class Trainer(PublishingTrainer):
             )
         raise Interrupted(received)
 
+    def _interrupted(self) -> bool:
+        """Every rank must stop after the same step, whichever of them got the signal."""
+        self._interrupts.received = self._of_all(self._interrupts.received or 0) or None
+        return self._interrupts.received is not None
+
+    def _of_all(self, number: int) -> int:
+        """The largest that a rank has."""
+        if self.args.world_size == 1:
+            return number
+        word = torch.tensor([number])
+        torch.distributed.all_reduce(word, op=torch.distributed.ReduceOp.MAX)
+        return int(word.item())
+
     def _wait_for_everyone(self) -> None:
         if self.args.world_size > 1:
             torch.distributed.barrier()
@@ -421,19 +516,25 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._mark = 0.0
         self._held: set[str] = set()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> Any:
         self.trainer.ranks.train_begins()
         self.trainer.recorder.train_begins()
         if self.trainer._meter is not None:
             self.trainer._meter.take()  # loading and preparing is not training
+        self.trainer.control = control
+        self.trainer._make_up_for_evaluation()
+        return self.trainer.control
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.trainer._epoch_began = (int(state.epoch or 0), state.global_step)
         for batches in (self.trainer._batches, self.trainer.ranks.balanced):
             if batches is not None:
                 batches.set_epoch(int(state.epoch or 0))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self.trainer.ranks.epoch_ends()
+        if self.trainer._over and state.epoch == int(state.epoch):  # no epoch at all: the one before it is evaluated
+            control.should_evaluate = control.should_save = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self.trainer._micro_step = 0
@@ -447,19 +548,17 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             self.trainer._meter.phases["optimizer"] += time.perf_counter() - self._mark
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        interrupts, ranks = self.trainer._interrupts, self.trainer.ranks
+        ranks = self.trainer.ranks
         meet = ranks.meets(last=control.should_training_stop)
         ranks.step_ends()
         if ranks.local is not None:
             self._hold(control, meet)
             if not meet:
                 return
-        if args.world_size > 1:
-            # Every rank must stop after the same step, whichever of them got the signal.
-            word = torch.tensor([interrupts.received or 0])
-            torch.distributed.all_reduce(word, op=torch.distributed.ReduceOp.MAX)
-            interrupts.received = int(word.item()) or None
-        if interrupts.received:
+        # With one evaluation per epoch, its last step is followed by one that transformers has not thought of yet.
+        epochs = args.eval_strategy == "epoch" and args.eval_delay <= state.epoch
+        self.trainer._due = control.should_evaluate or (epochs and state.epoch == int(state.epoch))
+        if self.trainer._interrupted():
             control.should_save = True
             control.should_evaluate = False
 

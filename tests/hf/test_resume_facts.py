@@ -1,0 +1,88 @@
+"""What is noted of the training data: any rows, read once, at the cost of nothing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf import tiny
+from stoker.hf import resume
+from stoker.hf.resume import data_facts
+
+RAGGED = [[[1, 2, 3], [4, 5]], [[6], [7, 8, 9]]]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [RAGGED, [torch.ones(1, 6, dtype=torch.long)] * 2, [np.arange(4), np.arange(2)], [[torch.tensor(3)], (4, 5)]],
+    ids=["choices of unequal lengths", "1 x L", "arrays", "tensors in lists"],
+)
+def test_rows_of_any_shape_are_told_apart(ids: list[Any]) -> None:
+    rows = [{"input_ids": one} for one in ids]
+    facts = data_facts(rows)
+    assert facts["rows"] == 2
+    assert facts == data_facts(rows)
+    assert facts != data_facts([rows[0], {"input_ids": [99]}])
+
+
+def test_lists_arrays_and_tensors_of_the_same_numbers_are_the_same_data() -> None:
+    kinds = ([1, 2], np.array([1, 2]), torch.tensor([1, 2]), [np.int64(1), torch.tensor(2)])
+    assert len({data_facts([{"input_ids": kind}])["sample"] for kind in kinds}) == 1
+
+
+def test_objects_without_words_of_their_own_are_not_told_apart_by_their_place_in_memory() -> None:
+    class Picture:
+        pass
+
+    assert data_facts([{"image": Picture()}]) == data_facts([{"image": Picture()}])
+
+
+class Chance(tiny.TinyData):
+    """Another row each time."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        word = int(torch.randint(10, 90, (1,))) + random.randrange(3) + np.random.randint(3)
+        return {**super().__getitem__(index), "input_ids": [7, word]}
+
+
+def test_rows_made_at_random_are_the_same_data_and_move_no_random_numbers() -> None:
+    before = resume.random_numbers()
+    first = data_facts(Chance())
+    torch.rand(3)
+    assert data_facts(Chance()) == first
+    assert "sample" in first
+    with resume.aside(before):
+        expected = torch.rand(2), random.random(), np.random.rand()
+    with resume.aside(before):
+        data_facts(Chance())
+        found = torch.rand(2), random.random(), np.random.rand()
+    assert torch.equal(found[0], expected[0])
+    assert found[1:] == expected[1:]
+
+
+class Broken(tiny.TinyData):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise OSError("gone")
+
+
+def test_data_that_cannot_be_read_is_noted_by_its_rows() -> None:
+    assert data_facts(Broken()) == {"rows": 64}
+    assert data_facts(iter([])) == {}
+
+
+def test_training_on_random_rows_reads_them_for_the_facts_once_and_resumes_without_complaint(
+    tree_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {"max_steps": 4, "save_steps": 1}
+    original, reads = resume._sample, []
+    monkeypatch.setattr(resume, "_sample", lambda *args: reads.append(args) or original(*args))
+    tiny.trainer(tree_path, data=Chance(), **settings).train()
+    assert len(reads) == 1
+    with caplog.at_level("WARNING", logger="stoker"):
+        tiny.trainer(tree_path, data=Chance(), **settings).train(resume_from_checkpoint=str(tree_path / "checkpoint-2"))
+    assert "differs" not in caplog.text
