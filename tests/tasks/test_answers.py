@@ -53,6 +53,17 @@ def windows() -> Windows:
     )
 
 
+def test_equal_logits_are_chosen_from_as_the_usual_recipe_does() -> None:
+    windows = make_windows(
+        make_world(12, seed=5, training=False), wordpiece(), max_seq_length=160, doc_stride=32, training=False
+    )
+    assert windows.lengths.max() > 80
+    for seed in range(4):
+        logits: list[Any] = [tuple(side.round() for side in row) for row in random_logits(windows, seed, scale=1.0)]
+        for number, answer in enumerate(choose_answers(windows, logits, n_best_size=6)):
+            assert answer.text == usual(windows, logits, number, 6, 30, False, 0.0)
+
+
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize(("n_best", "longest"), [(20, 30), (5, 4), (1, 1), (200, 300)])
 def test_the_answers_are_those_of_the_usual_recipe(windows: Windows, negative: bool, n_best: int, longest: int) -> None:

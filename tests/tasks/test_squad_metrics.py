@@ -68,6 +68,12 @@ def test_version_two_scores_answerable_and_unanswerable_apart() -> None:
     assert (scores["total"], scores["HasAns_total"], scores["NoAns_total"]) == (4, 2, 2)
 
 
+def test_an_answer_of_an_article_alone_is_an_answer() -> None:
+    scores = squad_v2({"1": "Rome", "2": ""}, [question("1", "The"), question("2")])
+    assert (scores["HasAns_total"], scores["NoAns_total"]) == (1, 1)
+    assert (scores["HasAns_exact"], scores["NoAns_exact"]) == (0.0, 100.0)
+
+
 def test_version_two_finds_the_best_threshold() -> None:
     questions = [question("1", "Paris"), question("2"), question("3", "Oslo")]
     predictions = {"1": "Paris", "2": "Rome", "3": "Oslo"}

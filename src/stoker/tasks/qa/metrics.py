@@ -74,7 +74,7 @@ def squad_v2(
     no_answer = no_answer or {}
     exact: dict[str, float] = {}
     fuzzy: dict[str, float] = {}
-    answerable = {question.id: any(normalized(text) for text in question.answers) for question in questions}
+    answerable = {question.id: bool(question.answers) for question in questions}
     for question in questions:
         if (prediction := predictions.get(question.id)) is None:
             continue
