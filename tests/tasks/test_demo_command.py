@@ -33,14 +33,34 @@ def test_the_demo_shows_before_and_after_three_answers_and_a_report(
     run = read_run(out)
     assert run.evaluations[0]["step"] == 0
     assert run.finished
+    (out / "stale").mkdir()
     assert main(words) == 0, "a second time replaces the first"
+    assert not (out / "stale").exists()
 
 
-def test_a_folder_in_other_use_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.txt").write_text("precious")
-    assert main(["demo", "--model", "x", "--output_dir", str(tmp_path)]) == 2
-    assert "is in use and not by a demo" in capsys.readouterr().err
-    assert (tmp_path / "mine.txt").read_text() == "precious"
+@pytest.mark.parametrize("name", ["train.json", "mine.txt"])
+def test_a_folder_in_other_use_is_not_touched(
+    bert: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_text("precious")
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", str(tmp_path)):
+        assert main(["demo", "--model", str(bert), "--no-compare", "--output_dir", folder]) == 2
+        assert "is in use and not by a demo" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "precious"
+    assert main(["demo", "--model", str(bert), "--output_dir", str(tmp_path / name)]) == 2
+    assert f"--output_dir {tmp_path / name} is no folder that can be used: Not a directory" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_loaded_costs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / ".stoker-demo").touch()
+    (tmp_path / "report.html").write_text("an earlier demo")
+    assert main(["demo", "--model", "no/such-model", "--no-compare", "--output_dir", str(tmp_path)]) == 2
+    assert "or give a folder by --model (" in capsys.readouterr().err
+    assert (tmp_path / "report.html").exists()
 
 
 def test_steps_are_compared_in_turns(bert: Path, tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ def _converse(asker: Asker, text: str, options: object) -> int:
             question = console.input("question: ") if sys.stdin.isatty() else sys.stdin.readline().strip()
         except EOFError:
             return 0
+        except UnicodeDecodeError as error:
+            raise UserError(f"the question is not UTF-8 text (byte {error.start} of standard input)") from None
         if not question.strip():
             return 0
         _answer(asker, question, text, options)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import warnings
 from typing import Any
 
 from stoker.errors import UserError
 
-__all__ = ["load_config", "load_model", "load_tokenizer", "quiet", "row_length"]
+__all__ = ["load_config", "load_model", "load_tokenizer", "loaded", "most_tokens", "quiet", "row_length"]
 
 log = logging.getLogger("stoker")
 
@@ -29,17 +30,21 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\b")
 
 
-def _from(loader: Any, what: str, name: str, **options: Any) -> Any:
+def loaded(loader: Any, what: str, name: str, *, flag: str = "--model_name_or_path", **options: Any) -> Any:
+    """What `loader` makes of a folder or a name on the hub; the reason in one sentence where it cannot."""
+    from safetensors import SafetensorError
+
     try:
         return loader.from_pretrained(name, **options)
-    except (OSError, ValueError, ImportError) as error:
+    # A file of weights that was cut short is a SafetensorError, or one of pickle's
+    except (OSError, ValueError, ImportError, SafetensorError, EOFError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if os.path.isdir(name):
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"no {what} can be loaded from the folder {name}: {reason}") from None
         raise UserError(
             f"the {what} {name!r} is neither a folder here nor to be had from the hub"
             f"{' (offline)' if os.environ.get('HF_HUB_OFFLINE') else ''}; "
-            "check the name and the network, or give a folder by --model_name_or_path"
+            f"check the name and the network, or give a folder by {flag} ({reason})"
         ) from None
 
 
@@ -47,20 +52,20 @@ def load_config(options: Any, **changes: Any) -> Any:
     from transformers import AutoConfig
 
     name = options.config_name or options.model_name_or_path
-    return _from(AutoConfig, "model", name, **_hub(options), **changes)
+    return loaded(AutoConfig, "model", name, **_hub(options), **changes)
 
 
 def load_tokenizer(options: Any) -> Any:
     from transformers import AutoTokenizer
 
     name = options.tokenizer_name or options.model_name_or_path
-    return _from(AutoTokenizer, "tokenizer", name, use_fast=True, **_hub(options))
+    return loaded(AutoTokenizer, "tokenizer", name, use_fast=True, **_hub(options))
 
 
 def load_model(kind: Any, options: Any, config: Any) -> Any:
     """The model with a head of `kind`; says if the head is new, and so untrained."""
     try:
-        found = _from(
+        found = loaded(
             kind,
             "model",
             options.model_name_or_path,
@@ -84,15 +89,20 @@ def load_model(kind: Any, options: Any, config: Any) -> Any:
     return model
 
 
-def row_length(asked: int, tokenizer: Any, config: Any) -> int:
-    """--max_seq_length, or the most tokens that tokenizer and model allow if that is less."""
+def most_tokens(asked: int, tokenizer: Any, config: Any) -> int:
+    """How many tokens tokenizer and model allow in a row; `asked` if neither says."""
     from stoker.model.families import FAMILIES
 
     positions = getattr(config, "max_position_embeddings", None) or asked
     kin = {family.source.partition(".")[0] for family in FAMILIES if family.positions_after_padding}
     if config.model_type.replace("-", "_") in kin:  # RoBERTa and its kin count positions from the padding's id on
         positions -= (config.pad_token_id or 0) + 1
-    most = int(min(tokenizer.model_max_length, positions))
+    return int(min(tokenizer.model_max_length, positions))
+
+
+def row_length(asked: int, tokenizer: Any, config: Any) -> int:
+    """--max_seq_length, or the most tokens that tokenizer and model allow if that is less."""
+    most = most_tokens(asked, tokenizer, config)
     if min(asked, most) < 8:
         raise UserError(f"--max_seq_length {asked} leaves no room for a text; 128 to 512 are usual")
     if asked > most:
@@ -101,4 +111,9 @@ def row_length(asked: int, tokenizer: Any, config: Any) -> int:
 
 
 def _hub(options: Any) -> dict[str, Any]:
-    return {"cache_dir": options.cache_dir, "revision": options.model_revision, "token": options.token}
+    return {
+        "cache_dir": options.cache_dir,
+        "revision": options.model_revision,
+        "token": options.token,
+        "trust_remote_code": options.trust_remote_code,  # False is told too: left unsaid, transformers asks at a terminal
+    }

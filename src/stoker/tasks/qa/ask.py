@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from rich.text import Text
 
 from stoker.errors import UserError
 from stoker.tasks.collate import Collator
+from stoker.tasks.files import is_unicode
+from stoker.tasks.loading import loaded, most_tokens
 from stoker.tasks.qa.answers import Answer, choose_answers
 from stoker.tasks.qa.data import Question
 from stoker.tasks.qa.features import make_windows
@@ -37,26 +39,26 @@ class Asker:
 
         if os.path.isdir(name) and not os.path.exists(os.path.join(name, "config.json")):
             raise UserError(f"{name} holds no model: there is no config.json in it")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-            model, facts = AutoModelForQuestionAnswering.from_pretrained(name, output_loading_info=True)
-        except (OSError, ValueError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"no question-answering model can be loaded from {name}: {reason}") from None
+        settings: dict[str, Any] = {"flag": "--model", "trust_remote_code": False}
+        tokenizer = loaded(AutoTokenizer, "tokenizer", name, **settings)
+        kind = "question-answering model"
+        model, facts = loaded(AutoModelForQuestionAnswering, kind, name, output_loading_info=True, **settings)
         if untrained := sorted(facts["missing_keys"]):
             raise UserError(
                 f"{name} has not learned to answer questions (it has no {', '.join(untrained[:2])}); "
                 "`stoker train qa` teaches it"
             )
         model = model.float().eval()
-        room = min(max_seq_length, tokenizer.model_max_length)
+        room = min(max_seq_length, most_tokens(max_seq_length, tokenizer, model.config))
         return cls(optimize(model, dtype=torch.float32), tokenizer, room, min(doc_stride, room // 3))
 
     def ask(self, question: str, text: str, *, no_answer: bool = False) -> Answer:
-        """The best answer; with `no_answer`, possibly none."""
+        """The best answer; empty if there is none, or with `no_answer` if none is likelier."""
         for value, what in ((question, "question"), (text, "text")):
             if not value.strip():
                 raise UserError(f"the {what} is empty")
+            if not is_unicode(value):
+                raise UserError(f"the {what} is not UTF-8 text; convert it")
         length = len(self.tokenizer(question, add_special_tokens=False)["input_ids"])
         if length > self.max_seq_length - self.doc_stride - 8:  # some room for special tokens and for the text
             raise UserError(
@@ -78,7 +80,10 @@ class Asker:
                 for row in range(len(batch["input_ids"])):
                     real = batch["attention_mask"][row].bool()
                     logits.append((output.start_logits[row][real].numpy(), output.end_logits[row][real].numpy()))
-        return choose_answers(windows, logits, no_answer=no_answer)[0]
+        answer = choose_answers(windows, logits, no_answer=no_answer)[0]
+        if answer.text and answer.chosen.end == 0:  # the usual recipe's stand-in where no two tokens make an answer
+            return replace(answer, text="", probability=0.0)
+        return answer
 
 
 def sentence_around(text: str, begin: int, end: int) -> tuple[int, int]:
@@ -93,6 +98,9 @@ def sentence_around(text: str, begin: int, end: int) -> tuple[int, int]:
 
 def show(console: Console, answer: Answer, text: str) -> None:
     """Prints the answer, its score, and the sentence it stands in with the answer marked."""
+    if not answer.text and not answer.probability:
+        console.print(Text("no answer was found", style="bold"))
+        return
     if not answer.text:
         console.print(Text.assemble(("the text does not say", "bold"), f"  (score {answer.probability:.2f})"))
         return
