@@ -7,7 +7,7 @@ from pathlib import Path
 
 import transformers
 
-from stoker.errors import UserError
+from stoker.errors import UserError, first_line
 
 __all__ = ["PublishingTrainer"]
 
@@ -25,7 +25,7 @@ class PublishingTrainer(transformers.Trainer):  # type: ignore[misc]
         except Exception as error:  # whatever the hub's library and the network below it raise
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             raise UserError(
-                f"--push_to_hub: the repository {name!r} cannot be made on the hub: {_reason(error)}; "
+                f"--push_to_hub: the repository {name!r} cannot be made on the hub: {first_line(error)}; "
                 "log in by `hf auth login`, or leave the option out: the model is saved here in any case"
             ) from None
 
@@ -50,9 +50,5 @@ class PublishingTrainer(transformers.Trainer):  # type: ignore[misc]
         except Exception as error:  # as above
             log.warning(
                 "the model was not pushed to the hub: %s; it is in %s, and `hf upload %s %s` sends it",
-                _reason(error), self.args.output_dir, self.hub_model_id, self.args.output_dir,
+                first_line(error), self.args.output_dir, self.hub_model_id, self.args.output_dir,
             )  # fmt: skip
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from stoker.errors import UserError
+from stoker.hf.secrets import without_secrets
 
 __all__ = [
     "NAME",
@@ -182,5 +183,7 @@ def command_of_script(checkpoint: Path) -> str:
     """How to go on with a script of the user's: its own command line if that can say so, else the line of Python."""
     if any(word.startswith("--output_dir") for word in sys.argv):
         # The last of a repeated option counts.
-        return shlex.join([sys.executable, *sys.argv, "--resume_from_checkpoint", str(checkpoint)])
+        return shlex.join(
+            [sys.executable, *without_secrets(sys.argv, None), "--resume_from_checkpoint", str(checkpoint)]
+        )
     return f'trainer.train(resume_from_checkpoint="{checkpoint}")'

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import has_length
 
-from stoker.errors import UserError
+from stoker.errors import UserError, first_line
 from stoker.hf import checkpoints, resume
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.batches import EpochBatches, lengths_of
@@ -278,7 +278,7 @@ class Trainer(PublishingTrainer):
         **named: Any,
     ) -> Any:
         folder = Path(self.args.output_dir)
-        self._in_turn(lambda: checkpoints.tidy(folder))
+        self.in_turn(lambda: checkpoints.tidy(folder))
         start = Start.read(folder)
         self._data_facts = resume.data_facts(self.train_dataset)
         checkpoint = self._after_restart(folder, start) or self._checkpoint_to_resume(folder, resume_from_checkpoint)
@@ -374,7 +374,7 @@ class Trainer(PublishingTrainer):
         folder = Path(self._get_output_dir(trial))
         target = folder / f"checkpoint-{self.state.global_step}"
         staged = checkpoints.staging(folder, self.state.global_step)
-        self._in_turn(lambda: shutil.rmtree(staged, ignore_errors=True))
+        self.in_turn(lambda: shutil.rmtree(staged, ignore_errors=True))
         try:
             self._write_staged(model, trial, staged, target)
         except BaseException as error:
@@ -411,7 +411,7 @@ class Trainer(PublishingTrainer):
                 facts = resume.facts_of(self.model, self._data_facts, self.args)
                 resume.write(written, {**facts, "due": {"evaluation": True}} if self._due else facts)
         self._wait_for_everyone()
-        self._in_turn(lambda: _put_in_place(staged, target))
+        self.in_turn(lambda: _put_in_place(staged, target))
         if self.args.should_save:
             best_path = self.state.best_model_checkpoint
             keep = [target, *([Path(best_path)] if best_path else [])]
@@ -424,8 +424,7 @@ class Trainer(PublishingTrainer):
         try:
             super()._push_from_checkpoint(checkpoint_folder)
         except Exception as error:  # whatever the hub's library, the network and the disk raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            log.warning("%s was not pushed to the hub: %s; training goes on", checkpoint_folder, reason)
+            log.warning("%s was not pushed to the hub: %s; training goes on", checkpoint_folder, first_line(error))
 
     def _finalize_training(self, *args: Any, **named: Any) -> Any:
         # transformers ends with deleting all but the best checkpoint where one is to be kept; the newest stays here.
@@ -492,7 +491,7 @@ class Trainer(PublishingTrainer):
         if self.args.world_size > 1:
             torch.distributed.barrier()
 
-    def _in_turn(self, action: Callable[[], None]) -> None:
+    def in_turn(self, action: Callable[[], None]) -> None:
         """Rank 0 does it, then the first rank of every other machine, whose folder may be another; the rest wait."""
         if self.is_world_process_zero():
             action()

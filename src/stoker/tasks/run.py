@@ -123,9 +123,9 @@ def resume_point(job: Job, trainer: Trainer) -> Path | None:
     if asked and str(asked).lower() not in {"true", "1", "yes"}:
         return Path(asked)
     if getattr(job.args, "overwrite_output_dir", None) and not asked and not Start.read(folder).again:
-        trainer._in_turn(lambda: checkpoints.remove_all(folder))
+        trainer.in_turn(lambda: checkpoints.remove_all(folder))
         return None
-    trainer._in_turn(lambda: checkpoints.tidy(folder))
+    trainer.in_turn(lambda: checkpoints.tidy(folder))
     found = checkpoints.last_good(folder)
     if found is None and asked:
         raise UserError(f"there is no checkpoint to resume from in {folder}")
