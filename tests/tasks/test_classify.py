@@ -98,6 +98,15 @@ def test_labels_are_ordered_as_numbers_or_words() -> None:
 
     assert labels("10", "2", "0") == ("0", "2", "10")
     assert labels("yes", "no") == ("no", "yes")
+    assert labels("1", "-1") == ("-1", "1")
+    assert labels("--5", "²", "3", "-") == ("3", "-", "--5", "²")
+
+
+def test_minus_one_is_a_label_like_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(json.dumps({"text": "fine", "label": n}) for n in (-1, 0, 1)))
+    assert Labels.of(read_examples(path)).names == ("-1", "0", "1")
+    assert [example.label for example in read_examples(path, regression=True)] == [-1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", [wordpiece, byte_level], ids=["wordpiece", "byte level"])
@@ -135,12 +144,20 @@ def test_metrics_by_hand() -> None:
     true, predicted = np.array([1, 1, 0, 0, 1]), np.array([1, 0, 0, 1, 1])
     assert f1(predicted, true) == pytest.approx(2 * 2 / (3 + 3))
     assert matthews_correlation(predicted, true) == pytest.approx((2 * 1 - 1 * 1) / np.sqrt(3 * 3 * 2 * 2))
-    assert f1(np.array([0, 1, 2]), np.array([0, 1, 1])) == pytest.approx((1 + 2 / 3 + 0) / 3)
+    assert f1(np.array([0, 1, 2]), np.array([0, 1, 1]), 3) == pytest.approx((1 + 2 / 3 + 0) / 3)
     a, b = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 2.0, 3.0, 100.0])
     assert spearmanr(a, b) == pytest.approx(1.0)
     assert pearson(a, b) == pytest.approx(np.corrcoef(a, b)[0, 1])
     assert spearmanr(np.array([1.0, 1.0, 2.0]), np.array([1.0, 2.0, 3.0])) == pytest.approx(np.sqrt(3) / 2)
     assert pearson(np.ones(3), a[:3]) == 0.0
+
+
+def test_three_classes_of_which_two_occur_are_three_classes() -> None:
+    logits = np.array([[9.0, 0, 0], [0, 9, 0], [0, 9, 0]])
+    found = measure(["f1"], logits, np.array([0, 1, 0]), regression=False)
+    assert found["f1"] == pytest.approx((2 / 3 + 2 / 3) / 2)
+    assert measure(["f1"], logits[:, :2], np.array([1, 0, 0]), regression=False)["f1"] == 0.0
+    assert measure(["f1"], logits, np.array([1, 0, 2]), regression=False)["f1"] == 0.0
 
 
 def test_an_error_is_not_averaged_with_a_score() -> None:

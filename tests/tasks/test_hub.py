@@ -16,7 +16,8 @@ from stoker.cli import main
 from stoker.tasks.demo.world import make_world
 from tasks.models import save_tiny_bert
 
-ASKED: list[tuple[str, str | None]] = []
+ASKED: list[tuple[str, str | None, str | None]] = []
+MNLI = ("validation_matched", "validation_mismatched", "test_matched", "test_mismatched")
 
 
 SQUAD = [
@@ -28,14 +29,22 @@ SQUAD = [
     }
     for q in make_world(16, seed=1, training=True)
 ]
+
+
+def pair(number: int) -> dict[str, Any]:
+    return {"premise": f"a {number}", "hypothesis": f"b {number}", "label": number % 3, "idx": number}
+
+
 PAIRS = [{"sentence1": f"a {n}", "sentence2": f"b {n}", "label": n % 2, "idx": n} for n in range(16)]
 WINDOW = ["--max_seq_length", "96", "--doc_stride", "16"]
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(name: str, config: str | None = None, cache_dir: str | None = None) -> dict[str, Any]:
-        ASKED.append((name, config))
+    def load_dataset(name: str, config: str | None = None, cache_dir: Any = None, token: Any = None) -> dict[str, Any]:
+        ASKED.append((name, config, token))
+        if config == "mnli":
+            return {split: [*map(pair, range(16))] for split in ("train", *MNLI)}
         if name == "gone":
             raise FileNotFoundError("Couldn't reach the hub\nand more")
         rows = SQUAD if name == "squad" else PAIRS
@@ -55,7 +64,53 @@ def test_a_hub_data_set_is_trained_on(
     hub: None, tmp_path: Path, words: list[str], asked: tuple[str, str | None]
 ) -> None:
     assert trained_f1(tmp_path, words) >= 0
-    assert asked in ASKED
+    assert (*asked, None) in ASKED
+
+
+def test_the_token_opens_data_sets_too(hub: None, tmp_path: Path) -> None:
+    trained_f1(tmp_path, ["classify", "--task_name", "mrpc", "--token", "hf_x"])
+    assert ASKED[-1] == ("nyu-mll/glue", "mrpc", "hf_x")
+
+
+def test_mnli_is_evaluated_and_predicted_on_both_of_its_kinds(hub: None, tmp_path: Path) -> None:
+    trained_f1(tmp_path, ["classify", "--task_name", "mnli", "--do_predict", "--metric_name", "f1"])
+    results = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert {"eval_f1", "eval_f1_mm", "eval_loss_mm", "eval_samples_mm"} <= set(results)
+    assert results["eval_f1_mm"] == results["eval_f1"]  # the stand-in's are the same rows
+    for name in ("predict_results.txt", "predict_results_mm.txt"):
+        assert len((tmp_path / "out" / name).read_text().splitlines()) == 17
+
+
+def test_classes_keep_their_names_and_order(tmp_path: Path) -> None:
+    names = ["not_equivalent", "equivalent"]  # not in the order of the alphabet
+    kinds: dict[str, Any] = {column: {"dtype": "string", "_type": "Value"} for column in ("sentence1", "sentence2")}
+    kinds |= {"label": {"names": names, "_type": "ClassLabel"}, "idx": {"dtype": "int64", "_type": "Value"}}
+    facts = {"huggingface": json.dumps({"info": {"features": kinds}})}  # where the package keeps what columns are
+    (tmp_path / "data").mkdir()
+    for split in ("train", "validation", "test"):
+        rows = [{**row, "label": -1} for row in PAIRS] if split == "test" else PAIRS
+        table = pyarrow.Table.from_pylist(rows).replace_schema_metadata(facts)
+        parquet.write_table(table, tmp_path / "data" / f"{split}.parquet")
+    words = [
+        "classify",
+        "--dataset_name",
+        str(tmp_path / "data"),
+        "--cache_dir",
+        str(tmp_path / "cache"),
+        "--do_predict",
+    ]
+    trained_f1(tmp_path, words)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["id2label"] == {"0": names[0], "1": names[1]}
+    lines = (tmp_path / "out" / "predict_results.txt").read_text().splitlines()
+    assert {line.split("\t")[1] for line in lines[1:]} <= set(names)
+
+
+def test_a_class_of_the_hub_may_be_missing_or_be_a_number_to_learn() -> None:
+    from stoker.tasks.hub import Split
+
+    split = Split("d[train]", [{"label": -1}, {"label": 1}, {"label": None}], {"label": ("bad", "good")})
+    assert [row.values["label"] for row in split.rows()] == [None, "good", None]
+    assert [row.values["label"] for row in split.rows(named=False)] == [None, 1, None]
 
 
 @pytest.mark.parametrize(("task", "rows"), [("qa", SQUAD), ("classify", PAIRS)])

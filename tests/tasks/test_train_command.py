@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from stoker.cli import main
 from stoker.tasks.demo.world import as_squad, make_world
-from tasks.models import save_tiny_bert
+from tasks.models import byte_level, save_tiny_bert
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +185,16 @@ MISTAKES = {
     "qa @ --gradient_accumulation_steps 0": "--gradient_accumulation_steps is 0",
     "qa @ --learning_rate -1": "--learning_rate is -1.0; it must be 0 or more",
     "qa @ --seed -1": "--seed is -1",
+    "qa @ --seed 4294967296": "--seed is 4294967296; it must be below 4294967296",
+    "qa @ --dataloader_num_workers -1": "--dataloader_num_workers is -1; it must be 0 or more",
+    "qa @ --weight_decay -1": "--weight_decay is -1.0; it must be 0 or more",
+    "qa @ --adam_beta1 2": "--adam_beta1 is 2.0; it must be below 1",
+    "qa @ --adam_beta2 1": "--adam_beta2 is 1.0; it must be below 1",
+    "qa @ --eval_accumulation_steps 0": "--eval_accumulation_steps is 0; it must be 1 or more",
+    "qa @ --validation_file x.json --eval_strategy steps --metric_for_best_model exact_mach": "did you mean exact_match?",
+    "qa @ --validation_file x.json --eval_strategy steps --metric_for_best_model loss": "there are exact_match, f1",
+    "classify @ --validation_file x.json --eval_strategy steps --metric_for_best_model acuracy": "did you mean accuracy?",
+    "qa @ --token a --use_auth_token b": "--use_auth_token is the former name of --token; give one of them",
     "qa @ --report_to nope": "--report_to nope: nope is not supported",
     "qa @ --deepspeed x.json": "deepspeed",
     "qa @ --output_dir /proc/none": "--output_dir /proc/none cannot be made",
@@ -208,7 +219,93 @@ def test_a_model_that_is_not_there_is_one_sentence(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(qa_command(Path("no/such-model"), squad, tmp_path / "out")) == 2
-    assert "neither a folder here nor to be had from the hub" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "neither a folder here nor to be had from the hub" in said
+    assert "give a folder by --model_name_or_path (" in said  # and the reason, in the hub's words
+
+
+def test_weights_that_were_cut_short_are_one_sentence(
+    trained: Path, squad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(trained, broken, ignore=shutil.ignore_patterns("checkpoint-*"))
+    os.truncate(broken / "model.safetensors", 5000)
+    assert main(qa_command(broken, squad, tmp_path / "out")) == 2
+    assert f"no model can be loaded from the folder {broken}: " in capsys.readouterr().err
+    assert main(["ask", "--model", str(broken), "--text", "Ada wrote it.", "--question", "Who?"]) == 2
+    assert f"no question-answering model can be loaded from the folder {broken}: " in capsys.readouterr().err
+
+
+def test_the_best_answers_tell_which_checkpoint_is_best(bert: Path, squad: Path, tmp_path: Path) -> None:
+    words = "--max_steps 2 --eval_strategy steps --eval_steps 1 --save_strategy steps --save_steps 1"
+    words += " --load_best_model_at_end --lr_scheduler_type reduce_lr_on_plateau"
+    assert main(qa_command(bert, squad, tmp_path / "out", *words.split())) == 0
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["best_metric"] == max(entry["eval_f1"] for entry in state["log_history"] if "eval_f1" in entry)
+    assert state["best_model_checkpoint"]
+
+
+def test_what_is_best_follows_the_task_unless_it_is_said(tmp_path: Path) -> None:
+    from stoker.tasks.options import OptionParser, check_best
+    from stoker.tasks.qa.train import QaOptions
+
+    def best(words: str) -> tuple[str | None, bool | None, dict[str, object] | None]:
+        argv = ["--model_name_or_path", "m", "--output_dir", str(tmp_path), "--eval_strategy", "steps", *words.split()]
+        args = OptionParser("train qa", QaOptions).read(argv)[-1]
+        check_best(args, argv, ("exact_match", "f1"), "f1")
+        return args.metric_for_best_model, args.greater_is_better, args.lr_scheduler_kwargs
+
+    assert best("") == (None, None, None)
+    assert best("--load_best_model_at_end --save_strategy steps") == ("f1", True, None)
+    assert best("--save_strategy best") == ("f1", True, None)
+    assert best("--lr_scheduler_type reduce_lr_on_plateau") == ("f1", True, {"mode": "max"})
+    assert best("--metric_for_best_model eval_exact_match") == ("eval_exact_match", True, None)
+
+
+def test_words_of_the_examples_that_are_gone_keep_their_meaning(caplog: pytest.LogCaptureFixture) -> None:
+    from stoker.tasks.loading import _hub
+    from stoker.tasks.options import ModelOptions, OptionParser
+    from stoker.tasks.qa.train import QaOptions
+
+    def model(words: str) -> ModelOptions:
+        argv = ["--model_name_or_path", "m", "--output_dir", "o", *words.split()]
+        options: ModelOptions = OptionParser("train qa", QaOptions).read(argv)[0]
+        return options
+
+    assert model("--use_auth_token").token is True
+    assert model("--use_auth_token False").token is False
+    assert model("--use_auth_token hf_x").token == "hf_x"
+    assert _hub(model("--use_fast_tokenizer True"))["trust_remote_code"] is False
+    assert _hub(model("--trust_remote_code False"))["trust_remote_code"] is False
+    assert _hub(model("--trust_remote_code"))["trust_remote_code"] is True
+    assert not caplog.text
+    with caplog.at_level("WARNING", logger="stoker"):
+        model("--use_fast_tokenizer False")
+    assert "--use_fast_tokenizer False has no effect" in caplog.text
+
+
+def test_an_encoder_decoder_model_learns_classes_whatever_it_learned_before(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.BartConfig(
+        vocab_size=400, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64, bos_token_id=0, pad_token_id=1, eos_token_id=2,
+        decoder_start_token_id=2, forced_eos_token_id=2, problem_type="multi_label_classification",
+    )  # fmt: skip
+    transformers.BartModel(config).save_pretrained(tmp_path / "bart")
+    byte_level().save_pretrained(tmp_path / "bart")
+    rows = [{"text": f"word {n} is here", "label": ["no", "yes"][n % 2]} for n in range(12)]
+    file, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    code = main([
+        "train", "classify", "--model_name_or_path", str(tmp_path / "bart"), "--train_file", str(file),
+        "--validation_file", str(file), "--test_file", str(file), "--do_train", "--do_eval", "--do_predict",
+        "--max_steps", "2", "--max_seq_length", "32", "--report_to", "none", "--output_dir", str(out),
+    ])  # fmt: skip
+    assert code == 0
+    assert json.loads((out / "config.json").read_text())["problem_type"] == "single_label_classification"
+    assert 0 <= json.loads((out / "eval_results.json").read_text())["eval_accuracy"] <= 1
+    assert len((out / "predict_results.txt").read_text().splitlines()) == 13
 
 
 def test_a_hub_data_set_without_the_package_is_one_sentence(

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from stoker.errors import UserError
 from stoker.tasks.files import Row
 
-__all__ = ["load_split"]
+__all__ = ["Split", "load_split"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One part of a data set."""
+
+    name: str
+    content: Iterable[dict[str, Any]]
+    columns: dict[str, tuple[str, ...]]
+    """What is known of each column: the names of its classes in order, none if it holds something else."""
+
+    def rows(self, *, named: bool = True) -> Iterator[Row]:
+        """The rows, with the names of classes instead of their numbers if `named`; a class of -1 means none at all."""
+        classes = {column: names for column, names in self.columns.items() if names}
+        for number, found in enumerate(self.content, 1):
+            values = dict(found)
+            for column, names in classes.items():
+                value = values[column]
+                if isinstance(value, int) and (named or value < 0):
+                    values[column] = names[value] if value >= 0 else None
+            yield Row(values, f"{self.name}, row {number}")
 
 
 def _package(wanted: str) -> Any:
@@ -25,10 +47,10 @@ def _package(wanted: str) -> Any:
     return datasets
 
 
-def _load(name: str, config: str | None, cache_dir: str | None) -> Any:
+def _load(name: str, config: str | None, options: Any) -> Any:
     datasets = _package(name)
     try:
-        found = datasets.load_dataset(name, config, cache_dir=cache_dir)
+        found = datasets.load_dataset(name, config, cache_dir=options.cache_dir, token=options.token)
     except Exception as error:  # the package raises many kinds; the first line says it in words
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
@@ -38,10 +60,14 @@ def _load(name: str, config: str | None, cache_dir: str | None) -> Any:
     return found
 
 
-def load_split(name: str, config: str | None, split: str, cache_dir: str | None) -> Iterator[Row]:
-    """The rows of one split; UserError if it has none of that name."""
-    found = _load(name, config, cache_dir)
+def load_split(name: str, config: str | None, split: str, options: Any) -> Split:
+    """One split of a data set, kept where and opened by the token that `options` say; UserError if there is none."""
+    found = _load(name, config, options)
     if split not in found:
         raise UserError(f"the data set {name} has no split {split!r}; it has {', '.join(found)}")
-    for number, values in enumerate(found[split], 1):
-        yield Row(dict(values), f"{name}[{split}], row {number}")
+    features = getattr(found[split], "features", None) or {}
+    return Split(
+        f"{name}[{split}]",
+        found[split],
+        {column: tuple(getattr(kind, "names", ())) for column, kind in features.items()},
+    )

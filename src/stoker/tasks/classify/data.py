@@ -22,12 +22,13 @@ class Task:
     texts: tuple[str, ...]
     metrics: tuple[str, ...]
     regression: bool = False
-    validation: str = "validation"
+    parts: tuple[str, ...] = ("",)
+    """Endings of the hub's splits to evaluate on and to predict; the first is the one that counts."""
 
 
 GLUE: dict[str, Task] = {
     "cola": Task(("sentence",), ("matthews_correlation",)),
-    "mnli": Task(("premise", "hypothesis"), ("accuracy",), validation="validation_matched"),
+    "mnli": Task(("premise", "hypothesis"), ("accuracy",), parts=("_matched", "_mismatched")),
     "mrpc": Task(("sentence1", "sentence2"), ("accuracy", "f1")),
     "qnli": Task(("question", "sentence"), ("accuracy",)),
     "qqp": Task(("question1", "question2"), ("accuracy", "f1")),
@@ -75,16 +76,24 @@ class Labels:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, examples: Sequence[Example], known: Sequence[str] = ()) -> Labels:
+    def of(cls, examples: Sequence[Example], *known: Sequence[str]) -> Labels:
+        """The first of the `known` lists that holds all labels of the examples; else these, in order."""
         found = {str(example.label) for example in examples if example.label is not None}
-        if known and found <= set(known):
-            return cls(tuple(known))
-        return cls(
-            tuple(sorted(found, key=lambda name: (0, int(name), "") if name.lstrip("-").isdigit() else (1, 0, name)))
-        )
+        for names in known:
+            if names and found <= set(names):
+                return cls(tuple(names))
+        return cls(tuple(sorted(found, key=_place)))
 
     def number(self, label: str | float | None) -> int:
         return self.names.index(str(label))
+
+
+def _place(name: str) -> tuple[int, int, str]:
+    """Numbers come first, by their value."""
+    try:
+        return 0, int(name), name
+    except ValueError:
+        return 1, 0, name
 
 
 def choose_columns(names: Sequence[str], texts: Sequence[str] | None, label: str | None, task: str | None) -> Columns:
@@ -182,7 +191,7 @@ def _bad_text(names: Sequence[str], values: Sequence[Any]) -> str | None:
 
 
 def _label(value: Any, regression: bool) -> tuple[str | float | None, str | None]:
-    if value is None or value == "" or value == -1:
+    if value is None or value == "":
         return None, "it has no label"
     if not isinstance(value, str | int | float):
         return None, f"its label is a {type(value).__name__}, not a word or a number"

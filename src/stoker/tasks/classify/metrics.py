@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["METRICS", "measure"]
+__all__ = ["METRICS", "is_combined", "measure"]
 
 Values = NDArray[Any]
 
@@ -17,10 +18,9 @@ def accuracy(predicted: Values, true: Values) -> float:
     return float((predicted == true).mean()) if len(true) else 0.0
 
 
-def f1(predicted: Values, true: Values) -> float:
-    """Of class 1 where there are two classes, as GLUE has it; else the mean over the classes."""
-    classes = np.union1d(predicted, true)
-    wanted = [1] if set(classes.tolist()) <= {0, 1} else classes.tolist()
+def f1(predicted: Values, true: Values, classes: int = 2) -> float:
+    """Of class 1 where there are two classes, as GLUE has it; else the mean over the classes that occur."""
+    wanted = [1] if classes <= 2 else np.union1d(predicted, true).tolist()
     return float(np.mean([_f1_of(predicted == one, true == one) for one in wanted]))
 
 
@@ -70,9 +70,16 @@ METRICS: dict[str, Callable[[Values, Values], float]] = {
 }
 
 
+def is_combined(names: Sequence[str]) -> bool:
+    """Whether the mean of these metrics is one too: an error is no score, and its mean with one means nothing."""
+    return len(names) > 1 and "mse" not in names
+
+
 def measure(names: Sequence[str], logits: Values, true: Values, *, regression: bool) -> dict[str, float]:
     predicted = logits.reshape(len(true), -1)[:, 0] if regression else logits.argmax(-1)
-    found = {name: METRICS[name](predicted, true) for name in names}
-    if len(found) > 1 and "mse" not in found:  # an error is no score, and its mean with one means nothing
+    # How many classes there are is the model's to say: a small part of the data may lack some.
+    known = METRICS if regression else METRICS | {"f1": partial(f1, classes=logits.shape[-1])}
+    found = {name: known[name](predicted, true) for name in names}
+    if is_combined(names):
         found["combined_score"] = float(np.mean(list(found.values())))
     return found

@@ -11,19 +11,22 @@ import numpy as np
 from stoker.errors import UserError
 from stoker.hf.trainer import Trainer
 from stoker.tasks import hub, run
-from stoker.tasks.classify.data import GLUE, Example, Labels, collect, read_examples
+from stoker.tasks.classify.data import GLUE, Example, Labels, choose_columns, collect, read_examples
 from stoker.tasks.classify.features import Rows, make_rows
-from stoker.tasks.classify.metrics import METRICS, measure
+from stoker.tasks.classify.metrics import METRICS, is_combined, measure
 from stoker.tasks.collate import Collator
 from stoker.tasks.faults import Faults
 from stoker.tasks.loading import load_config, load_model, load_tokenizer, row_length
-from stoker.tasks.options import DataOptions
+from stoker.tasks.options import DataOptions, check_best
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
 
 __all__ = ["ClassifyOptions", "main"]
 
 log = logging.getLogger("stoker")
+
+_SECOND = {"validation": "validation_mm", "test": "test_mm"}
+"""What the sets of MNLI's second kind, the mismatched ones, are called here."""
 
 
 @dataclass
@@ -60,12 +63,14 @@ def main(argv: list[str]) -> int:
             raise UserError(f"--task_name {options.task_name} is no GLUE task; there are {', '.join(GLUE)}")
     set_seed(args.seed)
     regression = _regression(options)
-    raw = {split: _examples(job, split, regression) for split, wanted in _splits(args) if wanted}
-    labels = None if regression else _labels(job, raw)
     names = _metric_names(options, regression)
+    check_best(args, job.argv, ["loss", *names, *(["combined_score"] if is_combined(names) else [])], "loss")
+    raw, classes = _data(job, regression)
+    labels = None if regression else _labels(job, raw, classes)
     changes: dict[str, Any] = {"finetuning_task": options.task_name}
     if labels is not None and labels.names:
         changes |= {"label2id": {n: i for i, n in enumerate(labels.names)}, "id2label": dict(enumerate(labels.names))}
+        changes["problem_type"] = "single_label_classification"  # the model may have been trained for another one
     else:
         changes |= {"num_labels": 1, "problem_type": "regression"}
     config = load_config(job.model, **changes)
@@ -85,6 +90,8 @@ def main(argv: list[str]) -> int:
         eval_dataset=sets.get("validation"),
         processing_class=tokenizer,
         data_collator=Collator.of(tokenizer),
+        # Encoder-decoder models give hidden states beside the logits
+        preprocess_logits_for_metrics=lambda found, _: found[0] if isinstance(found, tuple) else found,
         compute_metrics=lambda found: measure(names, found.predictions, found.label_ids, regression=regression),
     )
     run.dress(job, trainer)
@@ -93,13 +100,22 @@ def main(argv: list[str]) -> int:
         run.train(job, trainer)
     if args.do_eval:
         metrics = trainer.evaluate()
+        if second := sets.get(_SECOND["validation"]):
+            found = trainer.predict(second, metric_key_prefix="eval").metrics
+            metrics |= {f"{name}_mm": value for name, value in found.items()}  # as run_glue.py names them
+            metrics["eval_samples_mm"] = len(second)
         trainer.save_metrics("eval", {**metrics, "eval_samples": len(sets["validation"])})
-        told = ", ".join(f"{name} {metrics[f'eval_{name}']:.4f}" for name in names)
-        job.say(f"{told} on {len(sets['validation']):,} rows")
-        if args.should_save and args.do_train:
-            trainer.recorder.write("examples", rows=_shown(trainer, sets["validation"], labels))
+        job.say(_told(names, metrics, len(sets["validation"])))
+        if second:
+            job.say(_told(names, metrics, len(second), "_mm") + " of the mismatched kind")
+        if args.do_train:
+            shown = _shown(trainer, sets["validation"], labels)  # by all ranks together, as every prediction
+            if args.should_save:
+                trainer.recorder.write("examples", rows=shown)
     if args.do_predict:
-        _predict(job, trainer, sets["test"], labels)
+        _predict(job, trainer, sets["test"], labels, "predict_results.txt")
+        if _SECOND["test"] in sets:
+            _predict(job, trainer, sets[_SECOND["test"]], labels, "predict_results_mm.txt")
     run.finish(job, trainer, metrics)
     return 0
 
@@ -130,7 +146,29 @@ def _metric_names(options: Any, regression: bool) -> list[str]:
     return ["mse", "pearson"] if regression else ["accuracy", "f1"]
 
 
-def _examples(job: run.Job, split: str, regression: bool) -> Sequence[Example]:
+def _told(names: Sequence[str], metrics: dict[str, Any], rows: int, ending: str = "") -> str:
+    return ", ".join(f"{name} {metrics[f'eval_{name}{ending}']:.4f}" for name in names) + f" on {rows:,} rows"
+
+
+def _data(job: run.Job, regression: bool) -> tuple[dict[str, Sequence[Example]], tuple[str, ...]]:
+    """The examples of every set that is needed, and the classes in order if a data set of the hub names them."""
+    raw: dict[str, Sequence[Example]] = {}
+    classes: tuple[str, ...] = ()
+    for split, wanted in _splits(job.args):
+        for number, part in enumerate(_parts(job.data, split) if wanted else ()):
+            examples, names = _examples(job, split, part, regression)
+            raw[_SECOND[split] if number else split] = examples
+            classes = classes or names
+    return raw, classes
+
+
+def _parts(options: Any, split: str) -> tuple[str, ...]:
+    """The endings of a split's names on the hub, where GLUE has several of it."""
+    from_glue = options.dataset_name is None and options.task_name in GLUE and split != "train"
+    return GLUE[options.task_name].parts if from_glue and not getattr(options, f"{split}_file") else ("",)
+
+
+def _examples(job: run.Job, split: str, part: str, regression: bool) -> tuple[Sequence[Example], tuple[str, ...]]:
     options = job.data
     file, most = {
         "train": (options.train_file, options.max_train_samples),
@@ -143,25 +181,29 @@ def _examples(job: run.Job, split: str, regression: bool) -> Sequence[Example]:
         "regression": regression, "labelled": split != "test",
     }  # fmt: skip
     if file:
-        return run.cut(read_examples(file, strict=options.strict, **choices), most)
+        return run.cut(read_examples(file, strict=options.strict, **choices), most), ()
     name, config = options.dataset_name, options.dataset_config_name
     if name is None:
         name, config = "nyu-mll/glue", options.task_name
-        split = GLUE[options.task_name].validation if split == "validation" else split
-    faults = Faults(f"{name}[{split}]", options.strict)
-    examples = collect(hub.load_split(name, config, split, job.model.cache_dir), faults, **choices)
+    found = hub.load_split(name, config, split + part, job.model)
+    faults = Faults(found.name, options.strict)
+    examples = collect(found.rows(named=not regression), faults, **choices)
     faults.settle(len(examples))
-    return run.cut(examples, most)
+    classes: tuple[str, ...] = ()
+    if found.columns and split != "test":
+        label = choose_columns(list(found.columns), columns, options.label_column_name, options.task_name).label
+        classes = found.columns.get(str(label), ())
+    return run.cut(examples, most), classes
 
 
-def _labels(job: run.Job, raw: dict[str, Sequence[Example]]) -> Labels:
-    """The classes: those of the model if they cover the data, else those of the training data."""
+def _labels(job: run.Job, raw: dict[str, Sequence[Example]], classes: tuple[str, ...]) -> Labels:
+    """The classes: those of a model that is only asked, if they cover the data; else those of the data."""
     source = raw.get("train") or raw.get("validation") or []
     known: Sequence[str] = ()
     if "train" not in raw:
         config = load_config(job.model)
         known = [config.id2label[i] for i in range(len(config.id2label))]
-    labels = Labels.of(source, known) if source else Labels(tuple(known))
+    labels = Labels.of(source, known, classes) if source else Labels(tuple(known))
     if len(labels.names) < 2:
         raise UserError(f"the label has {len(labels.names)} value ({', '.join(labels.names)}); two or more are needed")
     if _are_fractions(labels.names):
@@ -183,11 +225,11 @@ def _are_fractions(labels: Sequence[str]) -> bool:
         return False
 
 
-def _predict(job: run.Job, trainer: Trainer, rows: Rows, labels: Labels | None) -> None:
+def _predict(job: run.Job, trainer: Trainer, rows: Rows, labels: Labels | None, name: str) -> None:
     logits = trainer.predict(rows).predictions
     if not job.args.should_save:
         return
-    path = Path(job.args.output_dir) / "predict_results.txt"
+    path = Path(job.args.output_dir) / name
     with open(path, "w", encoding="utf-8") as file:
         file.write("index\tprediction\n")
         for number, row in enumerate(logits.reshape(len(rows), -1)):

@@ -14,7 +14,7 @@ from stoker.tasks import hub, run
 from stoker.tasks.collate import Collator
 from stoker.tasks.faults import Faults
 from stoker.tasks.loading import load_config, load_model, load_tokenizer, row_length
-from stoker.tasks.options import DataOptions
+from stoker.tasks.options import DataOptions, check_best
 from stoker.tasks.qa.answers import Answer, choose_answers
 from stoker.tasks.qa.data import Question, collect, read_questions
 from stoker.tasks.qa.features import Windows, make_windows
@@ -25,6 +25,10 @@ from stoker.tasks.qa.metrics import exact_match, squad, squad_v2
 __all__ = ["QaOptions", "QaTrainer", "main"]
 
 log = logging.getLogger("stoker")
+
+# What evaluations can be compared by. They ask for answers, as run_qa.py does, so there is no loss among it.
+_METRICS = ("exact_match", "f1")
+_V2_METRICS = ("exact", "f1", "HasAns_exact", "HasAns_f1", "NoAns_exact", "NoAns_f1", "best_exact", "best_f1")
 
 
 @dataclass
@@ -153,6 +157,7 @@ def main(argv: list[str]) -> int:
     args, options = job.args, job.data
     from transformers import AutoModelForQuestionAnswering, set_seed
 
+    check_best(args, job.argv, _V2_METRICS if options.version_2_with_negative else _METRICS, "f1")
     set_seed(args.seed)
     config = load_config(job.model)
     tokenizer = load_tokenizer(job.model)
@@ -212,8 +217,8 @@ def _windows(job: run.Job, tokenizer: Any, split: str) -> Windows:
         )
     else:
         faults = Faults(f"{options.dataset_name}[{split}]", options.strict)
-        rows = hub.load_split(options.dataset_name, options.dataset_config_name, split, job.model.cache_dir)
-        questions = collect(rows, faults, training=training, labelled=split != "test")
+        found = hub.load_split(options.dataset_name, options.dataset_config_name, split, job.model)
+        questions = collect(found.rows(), faults, training=training, labelled=split != "test")
         faults.settle(len(questions))
     questions = run.cut(questions, most)
     if split != "test" and not options.version_2_with_negative:
