@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SIDES", "data_folder", "main", "minilm"]
+__all__ = ["main", "minilm"]
 
-SIDES = ("stock", "stoker")
 Run = Callable[[str, int, argparse.Namespace], dict[str, Any]]
 
 
@@ -23,24 +22,28 @@ def minilm() -> str:
     return str(get_model_path())
 
 
-def data_folder() -> Path:
-    for folder in Path(__file__).resolve().parents:
-        if (folder / "shared" / "data" / "squad").is_dir():
-            return folder / "shared" / "data"
-    raise SystemExit("no SQuAD and MRPC in ../shared/data beside the project")
-
-
 def main(
-    description: str, add_options: Callable[[argparse.ArgumentParser], None], run: Run, score: str, script: str
+    description: str,
+    add_options: Callable[[argparse.ArgumentParser], None],
+    run: Run,
+    *,
+    sides: tuple[str, ...],
+    score: str,
+    script: str,
 ) -> None:
-    parser = argparse.ArgumentParser(description=description)
+    """`sides`: the last is Stoker, which is compared with each of the others."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
+    parser.add_argument("--sides", nargs="+", default=list(sides), choices=sides)
     parser.add_argument("--model", default=None, help="a folder (MiniLM from PyPI)")
     parser.add_argument("--json", metavar="FILE", help="write the result there")
-    parser.add_argument("--one", metavar="SIDE", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--one", metavar="SIDE", choices=sides, help=argparse.SUPPRESS)
+    parser.add_argument("--data", type=Path, metavar="DIR", default=Path(__file__).parents[2] / "shared" / "data",
+                        help="the folder that holds squad/ and mrpc/ (../shared/data beside the project)")  # fmt: skip
     add_options(parser)
     options = parser.parse_args()
+    if not options.data.is_dir():
+        parser.error(f"there is no folder {options.data}; give one with squad/ and mrpc/ by --data")
     options.model = options.model or minilm()
     if options.one:
         found = run(options.one, options.seeds[0], options)
@@ -48,8 +51,8 @@ def main(
         print("RESULT", json.dumps({**found, "seconds": sum(found["phases"].values())}), flush=True)
         return
     result = _in_turns(options, script)
-    result["summary"] = _summary(result["runs"], score)
-    _print(result, score)
+    result["summary"] = _summary(result["runs"], score, sides[-1])
+    _print(result["summary"], score)
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
 
@@ -82,8 +85,9 @@ def _without(words: list[str], option: str) -> list[str]:
     return kept
 
 
-def _summary(runs: list[dict[str, Any]], score: str) -> dict[str, Any]:
+def _summary(runs: list[dict[str, Any]], score: str, ours: str) -> dict[str, Any]:
     summary: dict[str, Any] = {}
+    seconds = {(run["side"], run["seed"]): run["seconds"] for run in runs}
     for side in dict.fromkeys(run["side"] for run in runs):
         mine = [run for run in runs if run["side"] == side]
         scores = [run[score] for run in mine]
@@ -93,19 +97,16 @@ def _summary(runs: list[dict[str, Any]], score: str) -> dict[str, Any]:
             "spread": max(scores) - min(scores),
             "phases": {name: statistics.median(run["phases"][name] for run in mine) for name in mine[0]["phases"]},
         }
-    if set(SIDES) <= set(summary):
-        pairs = zip((r for r in runs if r["side"] == "stock"), (r for r in runs if r["side"] == "stoker"), strict=True)
-        summary["ratio"] = statistics.median(stock["seconds"] / ours["seconds"] for stock, ours in pairs)
-        summary["difference"] = summary["stoker"][score] - summary["stock"][score]
+    for side in summary if ours in summary else ():
+        ratios = [seconds[side, seed] / seconds[ours, seed] for name, seed in seconds if name == ours]
+        summary[side]["ratio"] = statistics.median(ratios)
+        summary[side]["difference"] = summary[ours][score] - summary[side][score]
     return summary
 
 
-def _print(result: dict[str, Any], score: str) -> None:
-    summary = result["summary"]
-    print(f"{'side':<8} {'seconds':>9} {score:>10} {'spread':>8}   phases (s)")
-    for side in (name for name in SIDES if name in summary):
-        row = summary[side]
+def _print(summary: dict[str, Any], score: str) -> None:
+    print(f"{'side':<22} {'seconds':>8} {score:>10} {'spread':>7} {'Stoker is':>10}   phases (s)")
+    for side, row in summary.items():
         phases = ", ".join(f"{name} {value:.1f}" for name, value in row["phases"].items())
-        print(f"{side:<8} {row['seconds']:>9.1f} {row[score]:>10.2f} {row['spread']:>8.2f}   {phases}")
-    if "ratio" in summary:
-        print(f"Stoker is {summary['ratio']:.2f}x faster end to end; {score} differs by {summary['difference']:+.2f}")
+        against = f"{row['ratio']:.2f}x" if "ratio" in row else ""
+        print(f"{side:<22} {row['seconds']:>8.1f} {row[score]:>10.2f} {row['spread']:>7.2f} {against:>10}   {phases}")

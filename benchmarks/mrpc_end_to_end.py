@@ -3,8 +3,9 @@
     python benchmarks/mrpc_end_to_end.py                    3 epochs, 3 seeds
     python benchmarks/mrpc_end_to_end.py --train 64 --dev 32 --epochs 1 --seeds 1     to see that it works
 
-The stock side does what accelerate's nlp_example.py and run_glue.py do with dynamic padding: rows padded to the longest of
-their batch, fp32, fused AdamW. Both sides get the same examples, settings and seeds.
+"stock" pads rows to the longest of their batch, as accelerate's nlp_example.py does; "stock, padded to 128" pads them to
+--max_seq_length, as run_glue.py does unless told otherwise. Both in fp32 with fused AdamW; all sides get the same examples,
+settings and seeds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from end_to_end import data_folder, main
+from end_to_end import main
+
+SIDES = ("stock", "stock, padded to 128", "stoker")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -45,15 +48,16 @@ def run(side: str, seed: int, chosen: argparse.Namespace) -> dict[str, Any]:
         marks.append(time.perf_counter())
         phases[name] = marks[-1] - marks[-2]
 
-    mrpc = data_folder() / "mrpc"
+    mrpc = chosen.data / "mrpc"
     train = read_examples(mrpc / "train.tsv", task="mrpc")[: chosen.train]
     dev = read_examples(mrpc / "dev.tsv", task="mrpc")[: chosen.dev]
     tokenizer = transformers.AutoTokenizer.from_pretrained(chosen.model)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(chosen.model, num_labels=2)
     lap("load")
     sets: list[Any]
-    if side == "stock":
-        sets = [_rows(part, tokenizer, chosen.max_seq_length) for part in (train, dev)]
+    stock, padding = side != "stoker", "max_length" if "padded" in side else False
+    if stock:
+        sets = [_rows(part, tokenizer, chosen.max_seq_length, padding) for part in (train, dev)]
     else:
         labels = Labels(("0", "1"))
         sets = [
@@ -61,16 +65,14 @@ def run(side: str, seed: int, chosen: argparse.Namespace) -> dict[str, Any]:
             for part in (train, dev)
         ]
     lap("tokenize")
-    kind: Any = (
-        (transformers.Trainer, transformers.TrainingArguments) if side == "stock" else (Trainer, TrainingArguments)
-    )
+    kind: Any = (transformers.Trainer, transformers.TrainingArguments) if stock else (Trainer, TrainingArguments)
     with tempfile.TemporaryDirectory() as folder:
         args = kind[1](
             output_dir=folder, per_device_train_batch_size=16, per_device_eval_batch_size=32, learning_rate=chosen.learning_rate,
             num_train_epochs=chosen.epochs, warmup_steps=50, seed=seed, use_cpu=True, report_to="none", save_strategy="no",
             disable_tqdm=True, logging_steps=100_000, remove_unused_columns=False,
         )  # fmt: skip
-        collate = transformers.DataCollatorWithPadding(tokenizer) if side == "stock" else Collator.of(tokenizer)
+        collate = transformers.DataCollatorWithPadding(tokenizer) if stock else Collator.of(tokenizer)
         trainer = kind[0](
             model, args, train_dataset=sets[0], eval_dataset=sets[1], processing_class=tokenizer, data_collator=collate,
             compute_metrics=lambda found: measure(("accuracy", "f1"), found.predictions, found.label_ids, regression=False),
@@ -82,11 +84,12 @@ def run(side: str, seed: int, chosen: argparse.Namespace) -> dict[str, Any]:
     return {"accuracy": 100 * metrics["eval_accuracy"], "f1": 100 * metrics["eval_f1"], "phases": phases}
 
 
-def _rows(examples: Any, tokenizer: Any, length: int, batch: int = 1000) -> list[dict[str, Any]]:
+def _rows(examples: Any, tokenizer: Any, length: int, padding: str | bool, batch: int = 1000) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for begin in range(0, len(examples), batch):
         part = examples[begin : begin + batch]
-        found = tokenizer([e.texts[0] for e in part], [e.texts[1] for e in part], truncation=True, max_length=length)
+        texts = [[example.texts[side] for example in part] for side in (0, 1)]
+        found = tokenizer(*texts, truncation=True, max_length=length, padding=padding)
         rows += [
             {**{name: found[name][row] for name in found}, "labels": int(example.label)}
             for row, example in enumerate(part)
@@ -95,4 +98,4 @@ def _rows(examples: Any, tokenizer: Any, length: int, batch: int = 1000) -> list
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", options, run, "accuracy", str(Path(__file__).resolve()))
+    main(__doc__ or "", options, run, sides=SIDES, score="accuracy", script=str(Path(__file__).resolve()))

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from end_to_end import data_folder, main
+from end_to_end import main
 
 SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 12, "per_device_eval_batch_size": 8, "num_train_epochs": 1}
 
@@ -39,7 +39,7 @@ def run(side: str, seed: int, chosen: argparse.Namespace) -> dict[str, Any]:
     transformers.set_seed(seed)
     phases: dict[str, float] = {}
     begin = time.perf_counter()
-    squad = data_folder() / "squad"
+    squad = chosen.data / "squad"
     train = read_questions(squad / "train-v1.1.json.gz", training=True)[: chosen.train]
     dev = read_questions(squad / "dev-v1.1.json.gz", training=False)[: chosen.dev]
     tokenizer = transformers.AutoTokenizer.from_pretrained(chosen.model)
@@ -138,4 +138,4 @@ def _label(question: Any, found: Any, row: int) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", options, run, "f1", str(Path(__file__).resolve()))
+    main(__doc__ or "", options, run, sides=("stock", "stoker"), score="f1", script=str(Path(__file__).resolve()))
