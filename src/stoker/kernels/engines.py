@@ -29,6 +29,10 @@ _FILE = "engines.json"
 _SMALL = 8e6  # floating-point operations; below this (50 microseconds) the call itself decides, not the engine
 _MARGIN = 0.96  # another engine must take less than this part of torch's time: a tie, and noise, stay with torch
 _BUDGET = 0.4  # seconds per class
+_TRIAL = (
+    2e10  # floating-point operations of a trial at most (0.2 s): beyond, more tokens change every engine's time alike
+)
+_TRIAL_TOKENS = 64  # but no fewer than this, where all engines still work in blocks
 
 _choices: dict[str, str] | None = None  # cache: class -> engine, of this machine
 _lock = threading.Lock()
@@ -95,7 +99,7 @@ def _round(tokens: int) -> int:
 
 
 def _fastest(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype, candidates: tuple[str, ...]) -> str:
-    run = _trial(kind, rows, columns, depth, dtype)
+    run = _trial(kind, *_shrunk(kind, rows, columns, depth), dtype)
     best = dict.fromkeys(candidates, float("inf"))
     started = time.perf_counter()
     for round_ in range(12):
@@ -103,10 +107,19 @@ def _fastest(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype,
             seconds = run(engine)
             if round_:  # the first touches memory and wakes threads
                 best[engine] = min(best[engine], seconds)
-        if round_ >= 4 and time.perf_counter() - started > _BUDGET:
+        if round_ >= 2 and time.perf_counter() - started > _BUDGET:
             break
     fastest = min(candidates, key=best.__getitem__)
     return fastest if best[fastest] < _MARGIN * best[candidates[0]] else candidates[0]
+
+
+def _shrunk(kind: str, rows: int, columns: int, depth: int) -> tuple[int, int, int]:
+    """The sizes with so few tokens that a trial takes neither long nor much memory, however large the vocabulary is."""
+    other = columns * (rows if kind == "tn" else depth)
+    tokens = depth if kind == "tn" else rows
+    while 2.0 * tokens * other > _TRIAL and tokens > _TRIAL_TOKENS:
+        tokens //= 4
+    return (rows, columns, tokens) if kind == "tn" else (tokens, columns, depth)
 
 
 def _trial(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype) -> Callable[[str], float]:
@@ -148,7 +161,10 @@ def _store(known: dict[str, str]) -> None:
         everything = cache_directory.load(_FILE) or {}
         others = everything.get(_key())
         if isinstance(others, dict):  # another process may have measured meanwhile: what it stored stays
-            known.update({str(name): str(engine) for name, engine in others.items()})
+            here = (
+                products.available_engines()
+            )  # but not an engine that was uninstalled, or each product would measure anew
+            known.update({str(name): str(engine) for name, engine in others.items() if engine in here})
         everything[_key()] = known
         cache_directory.save(_FILE, everything)
     except OSError as error:

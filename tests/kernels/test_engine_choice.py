@@ -1,0 +1,62 @@
+"""Measuring engines: once per class, within bounds of time and memory, whatever an earlier process stored."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from stoker.kernels import engines, products
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("STOKER_LINEAR_ENGINE", raising=False)
+    engines.forget()
+    yield
+    engines.forget()
+
+
+def test_an_engine_that_was_uninstalled_is_replaced_once(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(products, "available_engines", lambda: products.ENGINES)
+    monkeypatch.setattr(engines, "_fastest", lambda *_: "openblas")
+    assert engines.choose("nt", 300, 256, 256, torch.float32) == "openblas"
+    engines.forget()
+    measured: list[int] = []
+    monkeypatch.setattr(products, "available_engines", lambda: ("torch", "stoker"))
+    monkeypatch.setattr(engines, "_fastest", lambda *_: measured.append(1) or "stoker")
+    assert [engines.choose("nt", 300, 256, 256, torch.float32) for _ in range(3)] == ["stoker"] * 3
+    engines.forget()
+    assert engines.choose("nt", 300, 256, 256, torch.float32) == "stoker"
+    assert measured == [1]
+    stored = json.loads((tmp_path / "engines.json").read_text())
+    assert [engine for choices in stored.values() for engine in choices.values()] == ["stoker"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "expected"),
+    [
+        ("nt", (4096, 3072, 768), (4096, 3072, 768)),  # BERT-base at 8 x 512 tokens
+        ("nt", (16384, 50257, 768), (256, 50257, 768)),  # GPT-2's vocabulary
+        ("nn", (16384, 768, 50257), (256, 768, 50257)),
+        ("tn", (50257, 768, 16384), (50257, 768, 256)),
+        ("nt", (16384, 250002, 4096), (64, 250002, 4096)),
+    ],
+)
+def test_a_trial_has_few_enough_tokens(kind: str, sizes: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    assert engines._shrunk(kind, *sizes) == expected
+
+
+def test_slow_trials_are_few(monkeypatch) -> None:
+    now = [0.0]
+
+    def run(engine: str) -> float:
+        now[0] += 1.0
+        return {"torch": 1.0, "stoker": 0.5}[engine]
+
+    monkeypatch.setattr(engines, "_trial", lambda *_: run)
+    monkeypatch.setattr(engines.time, "perf_counter", lambda: now[0])
+    assert engines._fastest("nt", 64, 64, 64, torch.float32, ("torch", "stoker")) == "stoker"
+    assert now[0] == 6.0, "one round to warm up and two that count"
