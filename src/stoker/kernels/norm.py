@@ -106,6 +106,8 @@ def _norm(
     if residual is not None and residual.dtype != x.dtype:
         wider = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wider), residual.to(wider)
+    if p * 65536.0 < 0.5:  # the kernel rounds it to nothing, and takes a key for a promise to drop something
+        p = 0.0
     key = draw_key() if p > 0.0 else None
     y, z, _ = _dropout_add_norm(x, residual, weight, bias, x_bias, key, p, eps, rms, keep)
     return y, z
