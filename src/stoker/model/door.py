@@ -8,7 +8,7 @@ A call that cannot be seen as sequences runs as stock does, and says so once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stoker.model import precision
 from stoker.model.families import Family, find, transformers_major
 from stoker.model.sequences import Sequences, read_mask, serving
-from stoker.model.swap import Optimized, child, named, stock_class, transformed, unhooked
+from stoker.model.swap import Optimized, child, named, plain, stock_class, transformed, unhooked
 
 __all__ = ["Door", "always_stock", "stock_calls"]
 
@@ -60,9 +60,15 @@ class Door(Optimized):
         tokens = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
         mask = call.get("attention_mask")
         batch, length = tokens.shape[:2]
+        if not tokens.numel():
+            return "the batch is empty"
+        if mask is not None and not isinstance(mask, Tensor):
+            return f"the attention mask is a {type(mask).__name__}"
         if mask is not None and tuple(mask.shape) != (batch, length):
-            return f"the attention mask has shape {tuple(mask.shape)}, not (batch, length)"
-        parameter = next(self.parameters())
+            return f"the attention mask, of {mask.dim()} dimensions, is not (batch, length)"
+        parameter = next(self.parameters(), None)
+        if parameter is None:
+            return "the model has no parameters of its own"
         if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.bfloat16):
             return f"the model is {parameter.dtype} on {parameter.device}"
         settings = self.stoker_settings
@@ -119,30 +125,55 @@ def _why_stock(model: Any, row: Family, call: dict[str, Any]) -> str | None:
         return "attention weights are asked for, and never exist here"
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         return f"position_embedding_type is {config.position_embedding_type!r}"
+    if not _known_attention(getattr(config, "_attn_implementation", None)):
+        return f"attention is computed by {config._attn_implementation!r}, which is not transformers' own"
     if ("input_ids" in call) == ("inputs_embeds" in call):
         return "not exactly one of input_ids and inputs_embeds is given"  # stock raises the error
     if transformed():
-        return "the model is being traced, or transformed by torch.func"
-    return _altered(model.modules(), row)
+        return "the model is being traced, exported or transformed"
+    return _altered(model, row)
 
 
-def _altered(modules: Iterable[nn.Module], row: Family) -> str | None:
-    """A layer that is not as the table says: hooked, replaced or wrapped where the fused layer would pass it by."""
-    for module in modules:
-        found = find(type(module))
-        if found is None or found[1] != "layer":
-            continue
-        if not isinstance(module, Optimized):
-            return f"a {type(module).__name__} is not optimised"
+def _known_attention(name: str | None) -> bool:
+    """Whether this is one of transformers' implementations, which differ in rounding only; others mean what they like."""
+    return name in (None, "eager", "sdpa", "flex_attention") or str(name).startswith("flash_attention_")
+
+
+def _altered(model: nn.Module, row: Family) -> str | None:
+    """A part that is not as the table says: hooked, replaced or wrapped where packed rows would pass it by, or surprise it."""
+    for module, is_layer in _parts(model):
+        name = type(module).__name__
+        if is_layer and not isinstance(module, Optimized):
+            return f"a {name} is not optimised"
         if "forward" in module.__dict__ or not all(map(_trusted, _hooks(module))):
-            return f"a {type(module).__name__} has a hook, which expects padded batches"
-        source = stock_class(type(module)).__module__
-        for path in row.containers():
-            inner = child(module, path)
-            if type(inner).__module__ != source:
-                return f"{path} of a layer was replaced by {type(inner).__name__}"
-            if not unhooked(inner) and not all(_hook_source(hook) == _CAPTURING for hook in _hooks(inner)):
-                return f"{path} of a layer has a hook"
+            return f"a {name} has a hook, which expects padded batches"
+        if is_layer and (reason := _altered_inside(module, row)):
+            return reason
+    return None
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """The modules inside a base model, down to its layers, and whether each is one."""
+    for inner in module.children():
+        found = find(type(inner))
+        is_layer = found is not None and found[1] == "layer"
+        yield inner, is_layer
+        if not is_layer:
+            yield from _parts(inner)
+
+
+def _altered_inside(layer: nn.Module, row: Family) -> str | None:
+    source = stock_class(type(layer)).__module__
+    for path in row.containers():
+        inner = child(layer, path)
+        if type(inner).__module__ != source:
+            return f"{path} of a layer was replaced by {type(inner).__name__}"
+        if not unhooked(inner) and not all(_hook_source(hook) == _CAPTURING for hook in _hooks(inner)):
+            return f"{path} of a layer has a hook"
+    if row.attention_dropout_called:
+        dropout = child(layer, row.attention_dropout)
+        if not plain(dropout, nn.Dropout) and not plain(dropout, nn.Identity):
+            return f"{row.attention_dropout} of a layer, a {type(dropout).__name__}, has no probability to read"
     return None
 
 
@@ -159,7 +190,13 @@ def _hook_source(hook: Any) -> str:
 
 
 def _trusted(hook: Any) -> bool:
-    """Libraries' hooks on a whole layer (sharding, offloading, capturing) do not care how tokens are laid out."""
+    """Libraries' hooks (sharding, offloading, capturing) do not care how tokens are laid out, but for one."""
+    name = str(getattr(hook, "__name__", ""))
+    if name == "neftune_post_forward_hook":  # its noise depends on the length that it sees
+        return False
+    # what transformers and peft hook on the embeddings for activation checkpointing, and scripts copy from them
+    if name.startswith("make_inputs_require_grad"):
+        return True
     return _hook_source(hook).split(".")[0] in ("torch", "transformers", "accelerate")
 
 

@@ -61,6 +61,8 @@ class Family:
     head_size: str = "attention.self.attention_head_size"
     attention_dropout: str = "attention.self.dropout"
     """A dropout module or a number."""
+    attention_dropout_called: bool = False
+    """Stock calls that module, so its own training flag counts; else its probability, while the layer is in training."""
     out: str = "attention.output.dense"
     out_dropout: str | None = "attention.output.dropout"
     attention_norm: str = "attention.output.LayerNorm"
@@ -189,6 +191,7 @@ FAMILIES: tuple[Family, ...] = (
         "rembert.modeling_rembert",
         "RemBert",
         since=5,  # not tried with earlier ones
+        attention_dropout_called=True,
         tuple_until=5,
         pooler_slot_until=5,
         masked_lm=MaskedLM(
@@ -233,6 +236,7 @@ FAMILIES: tuple[Family, ...] = (
         value="attention.attn.v",
         head_size="attention.attn.attention_head_size",
         attention_dropout="attention.attn.dropout",
+        attention_dropout_called=True,
         out="attention.attn.o",
         out_dropout="attention.dropout",
         attention_norm="attention.LayerNorm",

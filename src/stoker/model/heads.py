@@ -64,7 +64,7 @@ class MaskedLMModel(Optimized):
     def stoker_read(self) -> list[nn.Module]:
         """The modules whose weights a training step reads in place of calling them; none if the head is not plain."""
         head: MaskedLM | None = self.stoker_row.masked_lm
-        if head is None or getattr(self.config, "sparse_prediction", False) or not _is_plain(self, head):
+        if head is None or not _stock_loss(self, head) or not _is_plain(self, head):
             return []
         paths = (head.dense, head.decoder, *([head.activation] if head.activation else []))
         return [child(self, path) for path in paths]
@@ -96,7 +96,7 @@ class MaskedLMModel(Optimized):
         row: Family = self.stoker_row
         if not (self.training and torch.is_grad_enabled() and "labels" in call):
             return None
-        if row.masked_lm is None or getattr(self.config, "sparse_prediction", False):
+        if row.masked_lm is None or "ignore_index" in call or not _stock_loss(self, row.masked_lm):
             return None
         if not call.get("return_dict", getattr(self.config, "return_dict", True)):
             return None
@@ -104,6 +104,20 @@ class MaskedLMModel(Optimized):
             return None
         labelled = (call["labels"].reshape(-1) != IGNORED).nonzero().squeeze(1)
         return labelled if labelled.numel() else None
+
+
+def _stock_loss(model: Any, head: MaskedLM) -> bool:
+    """Whether the loss is the mean cross entropy of the labelled tokens, and not one that its owner has put in place."""
+    if getattr(model.config, "sparse_prediction", False) or hasattr(model, "_loss_function"):
+        return False
+    if head.counts_items and getattr(model, "loss_type", "ForMaskedLM") != "ForMaskedLM":
+        return False
+    own = getattr(model, "mlm_loss_fct", None)
+    return own is None or (
+        plain(own, nn.CrossEntropyLoss)
+        and own.weight is None
+        and (own.ignore_index, own.reduction, own.label_smoothing) == (IGNORED, "mean", 0.0)
+    )
 
 
 def _is_plain(model: nn.Module, head: MaskedLM) -> bool:

@@ -19,7 +19,7 @@ from stoker.kernels.linear import linear, linear_packed
 from stoker.kernels.norm import dropout_add_layer_norm, layer_norm
 from stoker.model.families import Family, transformers_major
 from stoker.model.leaves import activation_kind
-from stoker.model.sequences import Sequences, current
+from stoker.model.sequences import Sequences, current, recomputed, remember
 from stoker.model.swap import Optimized, child, named, plain, transformed
 
 __all__ = ["FusedEmbeddings", "FusedLayer", "RelativeBias"]
@@ -36,9 +36,15 @@ class FusedLayer(Optimized):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # As an argument, because activation checkpointing runs the layer again when the door has long been left.
+        hidden = args[0] if args else next(iter(kwargs.values()), None)
         if (sequences := current()) is not None:
-            kwargs["stoker_sequences"] = sequences
-        return super().__call__(*args, **kwargs)
+            remember(hidden, sequences)
+            return super().__call__(*args, stoker_sequences=sequences, **kwargs)
+        if (sequences := recomputed(hidden)) is None:
+            return super().__call__(*args, **kwargs)
+        output = super().__call__(*args, stoker_sequences=sequences, **kwargs)
+        remember(output[0] if isinstance(output, tuple) else output, sequences)  # for the layer after this one
+        return output
 
     def forward(self, *args: Any, stoker_sequences: Sequences | None = None, **kwargs: Any) -> Any:
         if stoker_sequences is None:
@@ -76,7 +82,6 @@ def _pre_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, An
 def _attend(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
     row, layer = m.row, m.layer
     qkv = m.side_by_side(row.projections(), x_TH)
-    dropout_p = child(layer, row.attention_dropout)
     window = row.window(layer) if row.window else None
     rotary = extra.get(row.rotary) if row.rotary else None
     bias = extra.get(row.relative_bias) if row.relative_bias else None
@@ -85,11 +90,19 @@ def _attend(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]
         sequences.cu_seqlens,
         qkv.shape[1] // (3 * child(layer, row.head_size)),
         window=None if window is None else (window, window),
-        # stock gives both halves of the angles, which are the same
-        rotary=None if rotary is None else tuple(part[0, :, : part.shape[-1] // 2] for part in rotary),
-        bias=None if bias is None else bias.squeeze(0),
-        dropout_p=getattr(dropout_p, "p", dropout_p) if layer.training else 0.0,
+        # stock gives both halves of the angles, which are the same; the kernel wants fp32, whatever the parameters are
+        rotary=None if rotary is None else tuple(part[0, :, : part.shape[-1] // 2].float() for part in rotary),
+        bias=None if bias is None else bias.squeeze(0).float(),
+        dropout_p=_attention_dropout(m),
     )
+
+
+def _attention_dropout(m: _Parts) -> float:
+    row = m.row
+    if row.attention_dropout_called:
+        return m.probability(row.attention_dropout) or 0.0  # the door admits nothing whose probability is not known
+    p = child(m.layer, row.attention_dropout)
+    return getattr(p, "p", p) if m.layer.training else 0.0
 
 
 def _activated(m: _Parts, x_TH: Tensor) -> Tensor:
@@ -133,7 +146,7 @@ class _Parts:
     ) -> Tensor:
         """norm(residual + dropout(y + bias))"""
         norm, p = child(self.layer, norm_path), self.probability(dropout_path)
-        if self.fuse and p is not None and plain(norm, nn.LayerNorm):
+        if self.fuse and p is not None and _weighted(norm):
             result: Tensor = dropout_add_layer_norm(
                 y, residual, norm.weight, norm.bias, x_bias=bias, p=p, eps=norm.eps, training=p > 0.0
             )
@@ -145,7 +158,7 @@ class _Parts:
     ) -> tuple[Tensor, Tensor]:
         """norm(s) and s, where s = residual + dropout(y + bias)"""
         norm, p = child(self.layer, norm_path), self.probability(dropout_path)
-        if self.fuse and p is not None and plain(norm, nn.LayerNorm):
+        if self.fuse and p is not None and _weighted(norm):
             normed, total = dropout_add_layer_norm(
                 y, residual, norm.weight, norm.bias, x_bias=bias, p=p, eps=norm.eps, training=p > 0.0, return_sum=True
             )
@@ -159,7 +172,7 @@ class _Parts:
 
     def norm(self, path: str, x: Tensor) -> Tensor:
         module = child(self.layer, path)
-        if self.fuse and plain(module, nn.LayerNorm):
+        if self.fuse and _weighted(module):
             return layer_norm(x, module.weight, module.bias, module.eps)
         return _call(module, x)
 
@@ -189,7 +202,7 @@ class _Parts:
         before = (None, row.out_dropout) if row.pre_norm else (row.out_dropout, row.down_dropout)
         for path, drop in zip((row.attention_norm, row.down_norm), before, strict=True):
             norm = child(self.layer, path)
-            called += [] if plain(norm, nn.LayerNorm) and self.probability(drop) is not None else [norm]
+            called += [] if _weighted(norm) and self.probability(drop) is not None else [norm]
         dropouts = (row.out_dropout, row.inner_dropout, row.down_dropout)
         called += [child(self.layer, path) for path in dropouts if path and self.probability(path) is None]
         activation = child(self.layer, row.activation)
@@ -200,6 +213,11 @@ class _Parts:
 def _alike(modules: list[Any]) -> bool:
     """Whether the weights of these linear layers can be read side by side: all plain, with a bias each or none."""
     return all(plain(module, nn.Linear) for module in modules) and len({m.bias is None for m in modules}) == 1
+
+
+def _weighted(norm: Any) -> bool:
+    """Whether the weights of this LayerNorm can be read: it has some, for the last dimension only."""
+    return plain(norm, nn.LayerNorm) and norm.weight is not None and norm.weight.dim() == 1
 
 
 def _call(module: nn.Module, x: Tensor) -> Tensor:
@@ -261,7 +279,8 @@ class FusedEmbeddings(Optimized):
         if not all(plain(table, nn.Embedding) and _simple(table) for table in tables):
             return False
         norm, drop = child(self, row.embedding_norm), child(self, row.embedding_dropout)
-        return plain(norm, nn.LayerNorm) and plain(drop, nn.Dropout)
+        one_type = len({table.weight.dtype for table in tables}) == 1
+        return one_type and _weighted(norm) and plain(drop, nn.Dropout)
 
 
 def _simple(table: Any) -> bool:
@@ -281,6 +300,6 @@ class RelativeBias(Optimized):
 
     def compute_position_bias(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
-        if (sequences := current()) is None:
+        if (sequences := current() or recomputed(x)) is None:
             return stock.compute_position_bias(x, *args, **kwargs)
         return stock.compute_position_bias(x.new_empty(1, sequences.longest, 0), *args, **kwargs)

@@ -62,7 +62,10 @@ def _native(x: Any, *parameters: Tensor | None) -> bool:
         and not transformed()
         and x.device.type == "cpu"
         and x.dtype in _TYPES
-        and all(p is None or (p.device.type == "cpu" and p.dtype in _TYPES) for p in parameters)
+        and all(
+            p is None or (type(p) in (Tensor, nn.Parameter) and p.device.type == "cpu" and p.dtype in _TYPES)
+            for p in parameters
+        )
     )
 
 
@@ -216,6 +219,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
     with torch.no_grad():
         expected = probe * torch.rsqrt(probe.square().mean(-1, keepdim=True) + eps) * weight
         try:
-            return torch.allclose(module(probe), expected, rtol=1e-4, atol=1e-5)
-        except (RuntimeError, TypeError, ValueError):
+            # its forward alone: hooks are not to see a probe
+            return torch.allclose(type(module).forward(module, probe), expected, rtol=1e-4, atol=1e-5)
+        except Exception:  # other people's code may raise anything; then it is not the formula
             return False

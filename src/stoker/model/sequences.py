@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-__all__ = ["Sequences", "current", "read_mask", "serving", "watched", "watching"]
+from stoker.model.swap import transformed
+
+__all__ = ["Sequences", "current", "read_mask", "recomputed", "remember", "serving", "watched", "watching"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,6 +47,8 @@ class Sequences:
 
     def pack(self, x: Tensor) -> Tensor:
         """(batch, length, ...) to (1, tokens, ...). A batch of one row, as position_ids may be, stands for all rows."""
+        if x.dim() == 1:  # position_ids (length,), which stock broadcasts
+            x = x.unsqueeze(0)
         if x.shape[0] != self.batch:
             x = x.expand(self.batch, *x.shape[1:])
         rows = x.reshape(self.batch * self.length, *x.shape[2:])
@@ -103,7 +109,7 @@ def read_mask(
         return _kept(real, lengths, starts, dtype)
     if int(lengths.max()) == 0:
         return "the batch has no real token"
-    index = real.view(-1).nonzero().squeeze(1)
+    index = real.reshape(-1).nonzero().squeeze(1)
     ends = _cumulative(lengths)
     positions = index % length - starts.repeat_interleave(lengths)
     padded_left = ((starts > 0) & (lengths > 0)).nonzero().squeeze(1)
@@ -154,6 +160,29 @@ _WATCHED: ContextVar[list[Sequences] | None] = ContextVar("stoker_watched", defa
 def current() -> Sequences | None:
     """The sequences of the base model call that is running, None outside of one."""
     return _SERVING.get()
+
+
+_PACKED: WeakValueDictionary[int, Sequences] = WeakValueDictionary()
+"""Cache of the sequences of packed rows that a layer was given, by the storage of the rows."""
+
+
+def remember(x: Any, sequences: Sequences) -> None:
+    """Lets `recomputed` know `x` (1, tokens, width) for what it is.
+
+    Whoever wraps a layer or a whole encoder in torch's checkpoint keeps this tensor until backward, and gives it, or an alias
+    of it, to the layer again when the door has long been left.
+    """
+    x.stoker_sequences = sequences  # lives as long as the tensor
+    _PACKED[x.untyped_storage()._cdata] = sequences
+
+
+def recomputed(x: Any) -> Sequences | None:
+    """The sequences of `x` if these are packed rows that are run through again in the midst of a backward pass."""
+    # Only there, because a storage's address is given out again when it is freed; a checkpoint's is not freed yet.
+    if not _PACKED or torch._C._current_graph_task_id() == -1 or transformed():
+        return None
+    found = _PACKED.get(x.untyped_storage()._cdata)
+    return found if found is not None and tuple(x.shape[:2]) == (1, found.tokens) else None
 
 
 @contextmanager

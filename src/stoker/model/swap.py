@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 __all__ = [
     "Optimized",
@@ -121,8 +122,17 @@ def _swapped_class(override: type[Optimized], stock: type[nn.Module], settings: 
         "stoker_row": row,
     }
     if override.stoker_model:
-        body["forward"] = functools.wraps(stock.forward)(torch.compiler.disable(override.forward))
+        body["forward"] = functools.wraps(stock.forward)(torch.compiler.disable(_forward(override)))
     return type(stock.__name__, (override, stock), body)
+
+
+def _forward(override: type[Optimized]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # accelerate keeps the forward that it finds in the instance, where `restore` does not reach it
+        run = override.forward if isinstance(self, override) else type(self).forward
+        return run(self, *args, **kwargs)
+
+    return forward
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -148,12 +158,31 @@ def child(module: nn.Module, path: str) -> Any:
 def plain(module: Any, kind: type[nn.Module]) -> bool:
     """Whether reading the weights of `module` is as good as calling it: exactly a `kind`, not wrapped, not hooked."""
     cls = type(module)
-    return (cls is kind or cls.__dict__.get("stoker_stock") is kind) and unhooked(module)
+    return (cls is kind or cls.__dict__.get("stoker_stock") is kind) and unhooked(module) and _ordinary(module)
+
+
+_ORDINARY = (Tensor, nn.Parameter)
+
+
+def _ordinary(module: nn.Module) -> bool:
+    """Whether the weights are torch's own tensors: one that is quantised or distributed multiplies in a way of its own."""
+    for parameter in module._parameters.values():  # noqa: SIM110 - several times per layer, and all() is slow
+        if parameter is not None and type(parameter) not in _ORDINARY:
+            return False
+    return True
 
 
 def transformed() -> bool:
-    """Whether torch.func or the tracer runs this call: they know stock operators, and not how to see through ours."""
-    return torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
+    """Whether torch.func, forward-mode derivatives, the tracer or torch.export run this call.
+
+    They know stock operators, and not how to see through ours.
+    """
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+        or torch.compiler.is_exporting()
+    )
 
 
 def unhooked(module: nn.Module) -> bool:
