@@ -84,6 +84,9 @@ class Door(Optimized):
                 embeddings: Any = self.embeddings
                 positions = sequences.positions_after(embeddings.padding_idx, packed.get("input_ids"))
             packed["position_ids"] = positions.unsqueeze(0)
+        if "token_type_ids" not in packed and transformers_major() < 5 and _has_types(self):
+            # transformers 4 would cut them from a buffer that ends at the longest sequence
+            packed["token_type_ids"] = torch.zeros_like(packed["position_ids"])
         return {**call, **packed, "attention_mask": row.empty_mask}
 
     def _unpacked(self, output: Any, sequences: Sequences, return_dict: bool) -> Any:
@@ -109,6 +112,10 @@ class Door(Optimized):
             rest = (value for name, value in output.items() if name not in ("last_hidden_state", "pooler_output"))
             return (hidden, output.get("pooler_output"), *rest)
         return output.to_tuple()
+
+
+def _has_types(model: Any) -> bool:
+    return hasattr(getattr(model, "embeddings", None), "token_type_embeddings")
 
 
 def _why_stock(model: Any, row: Family, call: dict[str, Any]) -> str | None:
