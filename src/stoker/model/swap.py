@@ -173,16 +173,11 @@ def _ordinary(module: nn.Module) -> bool:
 
 
 def transformed() -> bool:
-    """Whether torch.func, forward-mode derivatives, the tracer or torch.export run this call.
+    """Whether torch.func, forward-mode derivatives, the tracer or torch.export (by way of torch.func) run this call.
 
     They know stock operators, and not how to see through ours.
     """
-    return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
-        or torch.compiler.is_exporting()
-    )
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch.jit.is_tracing()
 
 
 def unhooked(module: nn.Module) -> bool:
