@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <climits>
 #include <cstdio>
 #include <cstring>
@@ -41,6 +42,16 @@ int usable_cores() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
+// Whether the process of `block` is known to be gone, without having left. One in another pid namespace is invisible from
+// here, and one that cannot be looked at may well live; then only the timeout tells.
+bool has_died(const RankBlock& block, const RankBlock& own) {
+  const std::uint64_t started = block.started.load();
+  if (block.state.load() == 0 || !started || !block.pids.load() || block.pids.load() != own.pids.load()) return false;
+  const std::uint64_t now = process_start(block.pid);
+  const bool gone = now ? now != started : errno == ESRCH;
+  return gone && block.state.load() == 1;
+}
+
 }  // namespace
 
 Group::Group(Segment segment, int rank)
@@ -61,7 +72,9 @@ Group::Group(Segment segment, int rank)
     throw Error(kArgument, "rank " + std::to_string(rank) + " is attached already");
 }
 
-Group::~Group() { mine().state = 2; }
+Group::~Group() {
+  if (mine().pid == getpid()) mine().state = 2;  // a child of fork() has only a copy of this object; the rank is its parent
+}
 
 bool Group::complete() const {
   for (int rank = 0; rank < ranks_; ++rank)
@@ -108,6 +121,11 @@ void Group::begin(int kind, int type, int op, int root, std::int64_t count) {
   now_ = Signature{++sequence_, kind, type, op, root, count};
   mine().signatures[sequence_ % kRing] = now_;
   mine().sequence.store(sequence_, std::memory_order_release);
+  // All pieces before this operation are done, also those that were not this rank's to lay in or to reduce. A counter that
+  // stood still while others went 2^31 pieces on would look as if it were ahead of them. Nobody sleeps on what is stored here:
+  // whoever waits for this rank waits for a piece that it has published itself, or has yet to.
+  mine().copied.value.store(piece_, std::memory_order_release);
+  mine().reduced.value.store(piece_, std::memory_order_release);
   std::fill(checked_.begin(), checked_.end(), 0);
   checked_[rank_] = 1;
 }
@@ -181,28 +199,29 @@ void Group::sleep_for(int rank, Counter& counter, std::uint32_t target) {
     }
     counter.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (reached(counter.value.load(std::memory_order_acquire), target)) return;
-    if (outcome) {
-      check_others(rank, start);
-      slice_us = std::min(slice_us * 2, 50000L);  // a rank's death is noticed within 50 ms
-    }
+    if (!outcome) continue;
+    const Header& header = segment_.header();
+    const RankBlock& block = segment_.block(rank);
+    const bool failed = header.failed.load() && header.failure_written.load();
+    const bool left = block.state.load() == 2;
+    const bool died = has_died(block, mine());
+    // Once more: a rank that has given up, left or died has published all it ever will, and may have done so just now.
+    if (reached(counter.value.load(std::memory_order_acquire), target)) return;
+    if (failed) throw Error(kAborted, name(static_cast<int>(header.failed.load()) - 1) + " gave up: " + header.failure);
+    check_others(rank, start);
+    const std::string here = describe(now_) + " (operation " + std::to_string(sequence_) + ")";
+    if (left) give_up(kDead, name(rank) + " has left the group while " + name(rank_) + " waits for it in " + here);
+    if (died)
+      give_up(kDead, name(rank) + " (pid " + std::to_string(block.pid) + ") has died; " + name(rank_) + " was in " + here);
+    slice_us = std::min(slice_us * 2, 50000L);  // a rank's death is noticed within 50 ms
   }
 }
 
 void Group::check_others(int rank, Clock::time_point since) {
-  Header& header = segment_.header();
-  if (header.failed.load() && header.failure_written.load())
-    throw Error(kAborted, name(static_cast<int>(header.failed.load()) - 1) + " gave up: " + header.failure);
   const std::string here = describe(now_) + " (operation " + std::to_string(sequence_) + ")";
   for (int other = 0; other < ranks_; ++other) {
-    RankBlock& block = segment_.block(other);
-    if (block.state.load() == 0) continue;
-    // A process in another pid namespace is invisible from here; then only the timeout tells.
-    const std::uint64_t started = block.started.load();
-    const bool watched = started && block.pids.load() && block.pids.load() == mine().pids.load();
-    const bool gone = watched && process_start(block.pid) != started;
-    if (block.state.load() == 2 && other == rank)
-      give_up(kDead, name(other) + " has left the group while " + name(rank_) + " waits for it in " + here);
-    if (gone && block.state.load() == 1)
+    const RankBlock& block = segment_.block(other);
+    if (other != rank && has_died(block, mine()))
       give_up(kDead, name(other) + " (pid " + std::to_string(block.pid) + ") has died; " + name(rank_) + " was in " + here);
   }
   if (!checked_[rank] && segment_.block(rank).sequence.load(std::memory_order_acquire) == sequence_) check_signature(rank);

@@ -38,23 +38,34 @@ std::string hex(std::uint64_t value) {
 
 }  // namespace
 
+// Where it returns 0, errno tells a process that is gone (ESRCH) from one that could not be looked at, for want of a
+// descriptor, say.
 std::uint64_t process_start(std::int64_t pid) {
+  const auto gone = [] {
+    errno = ESRCH;
+    return std::uint64_t{0};
+  };
+  const auto unknown = [](int error) {
+    errno = error == ESRCH ? EIO : error;
+    return std::uint64_t{0};
+  };
   char path[64], text[1024];
   std::snprintf(path, sizeof(path), "/proc/%lld/stat", static_cast<long long>(pid));
   const int file = open(path, O_RDONLY | O_CLOEXEC);
-  if (file < 0) return 0;
+  if (file < 0) return errno == ENOENT || errno == ESRCH ? gone() : unknown(errno);
   const ssize_t got = read(file, text, sizeof(text) - 1);
+  const int error = got < 0 ? errno : EIO;
   close(file);
-  if (got <= 0) return 0;
+  if (got <= 0) return error == ESRCH ? gone() : unknown(error);
   text[got] = 0;
   const char* after = std::strrchr(text, ')');  // the name before it may hold anything, even spaces and brackets
-  if (!after || !after[1] || !after[2]) return 0;
+  if (!after || !after[1] || !after[2]) return unknown(EIO);
   const char state = after[2];
-  if (state == 'Z' || state == 'X') return 0;
+  if (state == 'Z' || state == 'X') return gone();
   const char* at = after + 2;  // field 3; the start time is field 22
   for (int field = 3; field < 22; ++field) {
     at = std::strchr(at, ' ');
-    if (!at) return 0;
+    if (!at) return unknown(EIO);
     ++at;
   }
   return std::strtoull(at, nullptr, 10);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -83,6 +84,68 @@ def test_a_rank_that_died_before_anybody_slept_is_named() -> None:
         assert f"rank 1 (pid {child}) has died".encode() in lib.stoker_comm_error(handle)
     finally:
         lib.stoker_comm_destroy(handle)
+
+
+def test_a_rank_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
+    """/proc cannot be read when a process has all the files open that it may."""
+    lib = engine.library()
+    handle = create(0)
+    other = lib.stoker_comm_attach(lib.stoker_comm_address(handle), 1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        lib.stoker_comm_timeout(handle, 0.2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        assert lib.stoker_comm_barrier(handle)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        said = lib.stoker_comm_error(handle)
+        lib.stoker_comm_destroy(other)
+        lib.stoker_comm_destroy(handle)
+    assert b"rank 0 waited 0.2 s" in said
+
+
+def test_a_forked_child_does_not_leave_for_its_parent() -> None:
+    lib = engine.library()
+    handle = create(0)
+    other = lib.stoker_comm_attach(lib.stoker_comm_address(handle), 1)
+    child = os.fork()
+    if child == 0:
+        lib.stoker_comm_destroy(other)
+        os._exit(0)
+    try:
+        os.waitpid(child, 0)
+        lib.stoker_comm_timeout(handle, 0.2)
+        assert lib.stoker_comm_barrier(handle)
+        assert b"rank 0 waited 0.2 s" in lib.stoker_comm_error(handle)  # and not: rank 1 has left the group
+    finally:
+        lib.stoker_comm_destroy(other)
+        lib.stoker_comm_destroy(handle)
+
+
+def test_counters_keep_up_also_where_a_rank_only_listens() -> None:
+    """They are compared modulo 2^32: one that stood still for 2^31 pieces would seem to be ahead."""
+    lib = engine.library()
+    handle = create(0)
+    _, pid, descriptor, _ = lib.stoker_comm_address(handle).decode().split(":")
+    other = lib.stoker_comm_attach(lib.stoker_comm_address(handle), 1)
+    numbers = (ctypes.c_int64 * 2)(1, 2)
+    try:
+        for _ in range(10):
+            assert lib.stoker_comm_broadcast(handle, numbers, 16, 0) == 0
+            assert lib.stoker_comm_broadcast(other, numbers, 16, 0) == 0
+        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as segment:
+            content = segment.read(16384)
+    finally:
+        lib.stoker_comm_destroy(other)
+        lib.stoker_comm_destroy(handle)
+    # A page for the header; then a block for each rank of 768 bytes (csrc/comm/segment.h), its counters on lines of 64.
+    for block in (4096, 4096 + 768):
+        copied, reduced, taken = (
+            int.from_bytes(content[at : at + 4], "little") for at in range(block, block + 192, 64)
+        )
+        assert taken == 10
+        assert copied >= 9  # as far as the last operation began
+        assert reduced >= 9
 
 
 @pytest.fixture
