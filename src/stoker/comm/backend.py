@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -46,15 +47,18 @@ def create(options: Any) -> Any:
         beyond=paths.beyond,
         timeout=paths.timeout.total_seconds(),
         explain=paths.roll_call,
-        opener=lambda source, target, tag: open_channel(paths, source, target, tag).release(),
+        opener=lambda source, target, tag, wanted: open_channel(paths, source, target, tag, wanted).release(),
     )
 
 
-def open_channel(paths: Paths, source: int, target: int, tag: int) -> SharedMemory:
-    """The one-way channel from `source` to `target` for messages of `tag`; both ranks call it, in any order."""
+def open_channel(paths: Paths, source: int, target: int, tag: int, wanted: Callable[[], bool]) -> SharedMemory:
+    """The one-way channel from `source` to `target` for messages of `tag`; both ranks call it, in any order.
+
+    Once `wanted` says no, whoever is alone there need not wait for the other any more.
+    """
     store = dist.PrefixStore(f"channel/{source}/{target}/{tag}", paths.store)
     names = [paths.names[source], paths.names[target]]
-    return SharedMemory.open(store, int(paths.rank == target), 2, names, paths.timeout, _CHANNEL_PIECE)
+    return SharedMemory.open(store, int(paths.rank == target), 2, names, paths.timeout, _CHANNEL_PIECE, wanted)
 
 
 def _bind_wire(module: Any, lib: ctypes.CDLL) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -104,6 +105,8 @@ class SharedMemory:
         self.handle = handle
         self.rank = rank
         self.ranks = ranks
+        self._ending = threading.Lock()
+        """One thread may close the group while another aborts it."""
 
     @classmethod
     def open(
@@ -114,16 +117,19 @@ class SharedMemory:
         names: Sequence[int],
         timeout: timedelta,
         piece: int | None = None,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> SharedMemory:
         """Meets the other ranks through `store`, under keys of its own. All succeed, or all raise SharedMemoryUnavailable.
 
-        `names` are the ranks' numbers in the whole job, for errors to name them by.
+        `names` are the ranks' numbers in the whole job, for errors to name them by. When `wanted` says no, it stops waiting
+        for them and raises CollectiveError.
         """
         reasons = []
         asked = chosen_memory()
         for kind in ("memfd", "named") if asked == "auto" else (asked,):
             try:
-                group = _meet(dist.PrefixStore(kind, store), rank, names, kind == "named", piece or slot_bytes(ranks))
+                own = dist.PrefixStore(kind, store)
+                group = _meet(own, rank, names, kind == "named", piece or slot_bytes(ranks), wanted)
             except SharedMemoryUnavailable as error:
                 reasons.append(str(error))
                 continue
@@ -148,8 +154,9 @@ class SharedMemory:
 
     def abort(self, why: str) -> None:
         """Lets every rank that waits in this group raise, soon."""
-        if self.handle:
-            library().stoker_comm_abort(self.handle, why.encode())
+        with self._ending:
+            if self.handle:
+                library().stoker_comm_abort(self.handle, why.encode())
 
     def release(self) -> int:
         """Hands the group over to C++, which destroys it when done."""
@@ -157,9 +164,10 @@ class SharedMemory:
         return handle
 
     def close(self) -> None:
-        handle, self.handle = self.handle, 0
-        if handle:
-            library().stoker_comm_destroy(handle)
+        with self._ending:
+            handle, self.handle = self.handle, 0
+            if handle:
+                library().stoker_comm_destroy(handle)
 
 
 def chosen_memory() -> str:
@@ -169,10 +177,12 @@ def chosen_memory() -> str:
     return asked
 
 
-def _read(store: Any, key: str, whose: int) -> bytes:
+def _read(store: Any, key: str, whose: int, wanted: Callable[[], bool]) -> bytes:
     """Polls: a store's blocking get would lock out every other thread of this process that uses the same store."""
     deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.0005
     while not store.check([key]):
+        if not wanted():
+            raise CollectiveError("this ccl group has been destroyed")
         if time.monotonic() > deadline:
             seconds = store.timeout.total_seconds()
             raise CollectiveError(f"ccl: rank {whose} has not come to share memory with this one within {seconds:g} s")
@@ -181,7 +191,9 @@ def _read(store: Any, key: str, whose: int) -> bytes:
     return bytes(store.get(key))
 
 
-def _meet(store: Any, rank: int, names: Sequence[int], named: bool, piece: int) -> SharedMemory:
+def _meet(
+    store: Any, rank: int, names: Sequence[int], named: bool, piece: int, wanted: Callable[[], bool]
+) -> SharedMemory:
     lib, ranks = library(), len(names)
     handle, trouble = None, ""
     if rank == 0:
@@ -189,22 +201,35 @@ def _meet(store: Any, rank: int, names: Sequence[int], named: bool, piece: int) 
         trouble = "" if handle else lib.stoker_comm_opening_error().decode()
         store.set("address", lib.stoker_comm_address(handle) if handle else f"none:{trouble}".encode())
     else:
-        address = _read(store, "address", names[0])
+        address = _read(store, "address", names[0], wanted)
         if address.startswith(b"none:"):
             raise SharedMemoryUnavailable(address[5:].decode())
         handle = lib.stoker_comm_attach(address, rank)
         trouble = "" if handle else lib.stoker_comm_opening_error().decode()
         store.set(f"attached/{rank}", trouble or "ok")
-    if rank == 0 and handle:
-        found = [_read(store, f"attached/{other}", names[other]).decode() for other in range(1, ranks)]
-        trouble = next((text for text in found if text != "ok"), "")
-        lib.stoker_comm_seal(handle)  # attached or not: from here on nobody needs the name
-        store.set("verdict", trouble or "ok")
-    elif rank != 0:
-        verdict = _read(store, "verdict", names[0]).decode()
-        trouble = "" if verdict == "ok" else verdict
+    try:
+        trouble = _verdict(store, rank, names, handle, trouble, wanted)
+    except CollectiveError:
+        if handle:
+            lib.stoker_comm_destroy(handle)
+        raise
     if trouble or not handle:
         if handle:
             lib.stoker_comm_destroy(handle)
         raise SharedMemoryUnavailable(trouble)
     return SharedMemory(handle, rank, ranks)
+
+
+def _verdict(
+    store: Any, rank: int, names: Sequence[int], handle: int | None, trouble: str, wanted: Callable[[], bool]
+) -> str:
+    """Why the ranks cannot share memory, the same on all; empty if they can."""
+    if rank == 0 and handle:
+        found = [_read(store, f"attached/{other}", names[other], wanted).decode() for other in range(1, len(names))]
+        trouble = next((text for text in found if text != "ok"), "")
+        library().stoker_comm_seal(handle)  # attached or not: from here on nobody needs the name
+        store.set("verdict", trouble or "ok")
+    elif rank != 0:
+        verdict = _read(store, "verdict", names[0], wanted).decode()
+        trouble = "" if verdict == "ok" else verdict
+    return trouble

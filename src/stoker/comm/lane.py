@@ -118,7 +118,8 @@ class Lane:
         self._name = name
         self._jobs: deque[_Job] = deque()
         self._change = threading.Condition()
-        self._busy = False
+        self._runner: int | None = None
+        """The thread that is at an operation, or at the callbacks of one."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -128,30 +129,39 @@ class Lane:
         with self._change:
             if self._closed:
                 raise RuntimeError(f"the {self._name} group has been destroyed")
-            inline = inline and not self._busy and not self._jobs
+            within = self._runner == threading.get_ident()  # in a callback, which may wait for it: at once
+            inline = inline and self._runner is None and not self._jobs
             if inline:
-                self._busy = True
-            else:
+                self._runner = threading.get_ident()
+            elif not within:
                 self._jobs.append(job)
                 self._wake()
+        if within:
+            job.perform()
         if inline:
             try:
                 job.perform()
             finally:
-                with self._change:
-                    self._busy = False
-                    self._change.notify_all()
+                self._rest()
             if job.failure is not None:
                 raise job.failure
         return job.work
 
-    def close(self) -> None:
-        """Lets what was given finish, then ends the thread."""
+    @property
+    def unfinished(self) -> bool:
+        with self._change:
+            return self._runner is not None or bool(self._jobs)
+
+    def close(self, patience: float = 10.0) -> bool:
+        """Lets what was given finish, then ends the thread; False if it, or one that helps, is still at it after that long."""
+        me = threading.get_ident()
         with self._change:
             self._closed = True
             self._change.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=10)
+            over = self._change.wait_for(lambda: self._runner == me or not (self._runner or self._jobs), patience)
+        if over and self._thread is not None and self._thread.ident != me:
+            self._thread.join(patience)  # it must not be about to end when the interpreter ends
+        return over
 
     def _wake(self) -> None:
         if self._thread is None:
@@ -162,12 +172,15 @@ class Lane:
     def _work(self) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: not self._busy and (self._jobs or self._closed))
+                self._change.wait_for(lambda: self._runner is None and (self._jobs or self._closed))
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
-                self._busy = True
+                self._runner = threading.get_ident()
             job.perform()
-            with self._change:
-                self._busy = False
-                self._change.notify_all()
+            self._rest()
+
+    def _rest(self) -> None:
+        with self._change:
+            self._runner = None
+            self._change.notify_all()

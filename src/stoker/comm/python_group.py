@@ -6,6 +6,8 @@ get a dense stand-in that is copied back.
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -45,7 +47,8 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         """What follows operations of gloo."""
         self._channels: dict[tuple[int, int, int], tuple[Lane, list[SharedMemory]]] = {}
         self._opening = threading.Lock()
-        self._closed = False
+        self._closed = self._aborted = False
+        self._process = os.getpid()
 
     # --- what c10d asks of every process group
 
@@ -81,21 +84,40 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._closed = True
-        for lane, channel in [*self._channels.values(), (self._lane, []), (self._after, [])]:
-            lane.close()
-            for memory in channel:
-                memory.close()
+        if os.getpid() != self._process:  # in a child of fork(): threads, segments and wire are its parent's
+            return
+        with self._opening:
+            channels = dict(self._channels)
+        # What was sent is delivered; what is still to be received has nobody left to receive it.
+        self._abort_channels("destroyed", sends=False)
+        for lane, channel in channels.values():
+            # A segment that someone is still reading stays; the process's end frees it.
+            if lane.close():
+                for memory in channel:
+                    memory.close()
         self._channels.clear()
-        self.paths.close()
+        if all([self._lane.close(), self._after.close()]):
+            self.paths.close()
         if self._wire is not None:
             self._wire.leave()
             self._wire = None
 
     def abort(self) -> None:
-        self._wire = None
-        if self.paths.local is not None:
-            self.paths.local.abort(f"rank {self.paths.names[self.paths.rank]} aborted the group")
+        if os.getpid() == self._process:
+            self._wire = None
+            self._closed = self._aborted = True
+            if self.paths.local is not None:
+                self.paths.local.abort(f"rank {self.paths.names[self.paths.rank]} aborted the group")
+            self._abort_channels("aborted", sends=True)
         self.shutdown()
+
+    def _abort_channels(self, done: str, *, sends: bool) -> None:
+        with self._opening:
+            channels = dict(self._channels)
+        for (_, to, _), (lane, channel) in channels.items():
+            if (sends or to == self.rank()) and lane.unfinished:
+                for memory in channel:
+                    memory.abort(f"rank {self.paths.names[self.paths.rank]} {done} the group")
 
     # --- collectives
 
@@ -106,6 +128,9 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         if self._on_gloo(hierarchical=True):
             return self._named(self.paths.flat.allreduce(tensors, opts))
         dense = [Dense(tensor) for tensor in tensors]
+        if self.paths.hierarchical and op == "AVG":  # the leaders alone divide: all refuse what they cannot divide
+            for tensor in tensors:
+                _expect_mean(tensor)
 
         def run() -> None:
             for item in dense:
@@ -329,12 +354,19 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def _message(self, source: int, to: int, tag: int, tensors: list[Tensor]) -> Any:
         item = Dense(tensors[0])
         with self._opening:
+            self._check_rank(to)  # under the lock: shutdown sees every channel that is made before
             key = (source, to, tag)
             lane, channel = self._channels.setdefault(key, (Lane(f"ccl-{source}-{to}"), []))
 
+        def wanted() -> bool:
+            return not (self._aborted or (self._closed and to == self.rank()))
+
         def run() -> None:
             if not channel:
-                channel.append(open_channel(self.paths, source, to, tag))
+                channel.append(open_channel(self.paths, source, to, tag, wanted))
+            # Whoever closes the group says so first and looks for channels to abort then: one of the two sees the other.
+            if not wanted():
+                raise CollectiveError("this ccl group has been destroyed")
             channel[0].set_timeout(self._timeout)
             try:
                 channel[0].call("broadcast", item.address, item.bytes, 0)
@@ -368,8 +400,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         """gloo has no mean."""
         if op_name(opts.reduceOp) != "AVG":
             return self._named(begin())
-        if not target.is_floating_point():
-            raise ValueError(f"avg of {target.dtype} is not defined")
+        _expect_mean(target)
         opts.reduceOp = dist.ReduceOp.SUM
 
         def divide() -> None:
@@ -409,21 +440,25 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         pieces = list(tensor.split(each)) if tensor.numel() else [tensor]
         flying: list[tuple[Tensor, Callable[[], Any]]] = []
 
-        def hand_out() -> None:
-            piece, landing = flying.pop(0)
+        def or_tell_the_others(step: Callable[[], Any]) -> Any:
+            """The other ranks of this host wait for its leader."""
             try:
-                landing()
-            except RuntimeError as error:
+                return step()
+            except Exception as error:
                 trouble = f"the way to another host failed (to {self.paths.beyond}): {error}"
                 local.abort(trouble)
                 raise CollectiveError(f"ccl: {trouble}") from error
+
+        def hand_out() -> None:
+            piece, landing = flying.pop(0)
+            or_tell_the_others(landing)
             if op == "AVG" and self.paths.leaders is not None:
                 piece /= self.size()
             local.call("broadcast", piece.data_ptr(), piece.numel() * piece.element_size(), 0)
 
         for piece in pieces:
             local.call("allreduce", piece.data_ptr(), piece.numel(), type_code(piece), op_code(inner), 0)
-            flying.append((piece, self._take_off(piece, inner)))
+            flying.append((piece, or_tell_the_others(functools.partial(self._take_off, piece, inner))))
             if len(flying) > 1:
                 hand_out()
         while flying:
@@ -478,3 +513,8 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     @staticmethod
     def _last(works: Any) -> Any:
         return list(works)[-1]  # a lane keeps the order: when the last is done, all are
+
+
+def _expect_mean(tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise ValueError(f"avg of {tensor.dtype} is not defined")

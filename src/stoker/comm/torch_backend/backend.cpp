@@ -7,9 +7,11 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <map>
+#include <mutex>
 
 #include "between_hosts.h"
 #include "engine.h"
@@ -21,7 +23,8 @@ namespace {
 
 class Backend : public c10d::Backend {
  public:
-  using Opener = std::function<uintptr_t(int, int, int)>;  // source, target, tag -> a channel's group
+  // Source, target, tag, whether it is still wanted -> a channel's group.
+  using Opener = std::function<uintptr_t(int, int, int, std::function<bool()>)>;
 
   Backend(int rank, int size, uintptr_t local, std::vector<int> here, int hosts, Ref<c10d::Backend> leaders,
           Ref<c10d::Backend> flat, uintptr_t wire, std::vector<bool> wire_takes, std::string beyond, double timeout,
@@ -39,7 +42,10 @@ class Backend : public c10d::Backend {
   // Seconds spent waiting, by the rank of this host that was waited for.
   std::map<int, double> waited() const {
     std::vector<double> seconds(here_.size(), 0.0);
-    if (local_) engine.waited(local_, seconds.data());
+    {
+      const std::lock_guard<std::mutex> hold(open_);
+      if (local_) engine.waited(local_, seconds.data());
+    }
     std::map<int, double> by_rank;
     for (size_t i = 0; i < here_.size(); ++i) by_rank[here_[i]] = seconds[i];
     return by_rank;
@@ -50,32 +56,50 @@ class Backend : public c10d::Backend {
     std::optional<pybind11::gil_scoped_release> released;
     if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
     closed_ = true;
-    for (auto& [key, channel] : channels_) {
-      channel->lane.close();
-      if (channel->group) engine.destroy(channel->group);
-      channel->group = nullptr;
+    if (getpid() != process_) {
+      local_ = wire_ = nullptr;
+      return forget();
     }
-    channels_.clear();
-    lane_.close();
-    after_.close();
-    if (local_) engine.destroy(local_);
-    local_ = nullptr;
+    const std::lock_guard<std::mutex> alone(closing_);
+    // What was sent is delivered; what is still to be received has nobody left to receive it.
+    abort_channels("rank " + std::to_string(getRank()) + " destroyed the group", false);
+    for (const auto& channel : channels()) channel->lane->close();
+    lane_->close();
+    after_->close();
+    {
+      const std::lock_guard<std::mutex> hold(open_);
+      for (auto& [key, channel] : channels_)
+        if (void* group = channel->group.exchange(nullptr)) engine.destroy(group);
+      channels_.clear();
+      if (local_) engine.destroy(local_);
+      local_ = nullptr;
+    }
     if (wire_) wire_functions.leave(wire_, kLongestFarewell);
     wire_ = nullptr;
   }
 
   void abort() override {
+    if (getpid() != process_) return shutdown();
     wire_ = nullptr;
-    if (local_) engine.abort(local_, ("rank " + std::to_string(getRank()) + " aborted the group").c_str());
-    shutdown();
+    closed_ = aborted_ = true;
+    const std::string why = "rank " + std::to_string(getRank()) + " aborted the group";
+    {
+      const std::lock_guard<std::mutex> hold(open_);
+      if (local_) engine.abort(local_, why.c_str());
+    }
+    abort_channels(why, true);
+    shutdown();  // gloo cannot be aborted: what it is at ends with its own timeout
   }
 
   Ref<Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override {
     check_open();
-    if (!local_) return named(flat_->allreduce(tensors, opts));
+    if (!shares_) return named(flat_->allreduce(tensors, opts));
     const int op = op_code(opts.reduceOp);
     auto items = dense(tensors);
     for (const auto& item : items) type_code(item.dense);
+    // The leaders alone divide: what they cannot divide is refused here, by all.
+    if (hosts_ > 1)
+      for (const auto& item : items) averages(opts, item.dense);
     return start(c10d::OpType::ALLREDUCE, opts, tensors, [this, items, op] {
       for (const auto& item : items) {
         if (hosts_ > 1)
@@ -262,21 +286,42 @@ class Backend : public c10d::Backend {
   static constexpr double kLongestFarewell = 10;
 
   struct Channel {
-    void* group = nullptr;
-    Lane lane;
+    explicit Channel(bool receives) : receives(receives) {}
+    const bool receives;
+    std::atomic<void*> group = nullptr;
+    const std::shared_ptr<Lane> lane = std::make_shared<Lane>();
   };
+
+  std::vector<std::shared_ptr<Channel>> channels() {
+    const std::lock_guard<std::mutex> hold(open_);
+    std::vector<std::shared_ptr<Channel>> all;
+    for (const auto& [key, channel] : channels_) all.push_back(channel);
+    return all;
+  }
+
+  void abort_channels(const std::string& why, bool sends) {
+    const std::lock_guard<std::mutex> hold(open_);
+    for (const auto& [key, channel] : channels_) {
+      void* const group = channel->group;
+      if (group && (sends || channel->receives) && channel->lane->unfinished()) engine.abort(group, why.c_str());
+    }
+  }
+
+  // A child of fork() has a copy of all this, and none of its threads; the segments and the wire are its parent's.
+  // Never destroyed there: locks and threads may be in whatever state they were in over here.
+  void forget() { new auto(std::make_tuple(channels_, lane_, after_)); }
 
   void check_open() const { TORCH_CHECK(!closed_, "this ccl group has been destroyed"); }
 
   bool one_host() const {
     check_open();
-    return local_ && hosts_ == 1;
+    return shares_ && hosts_ == 1;
   }
 
   bool reaches(int rank) const {
     check_open();
     TORCH_CHECK_VALUE(rank >= 0 && rank < getSize(), "there is no rank ", rank, " in a group of ", getSize());
-    return local_ && std::find(here_.begin(), here_.end(), rank) != here_.end();
+    return shares_ && std::find(here_.begin(), here_.end(), rank) != here_.end();
   }
 
   template <typename Options>
@@ -288,7 +333,7 @@ class Backend : public c10d::Backend {
       now_timeout_ = timeout;
       run();
     }, std::move(results));
-    lane_.submit(job, !opts.asyncOp);
+    lane_->submit(job, !opts.asyncOp);
     return job;
   }
 
@@ -374,12 +419,25 @@ class Backend : public c10d::Backend {
         trouble = error.what();
       }
     }
-    if (!trouble.empty()) {
-      trouble = "the way to another host failed (to " + beyond_ + "): " + trouble;
-      engine.abort(local_, trouble.c_str());
-      C10_THROW_ERROR(DistBackendError, "ccl: " + trouble);
-    }
+    if (!trouble.empty()) fail_between_hosts(trouble);
     if (average) flight.piece.div_(getSize());
+  }
+
+  // The other ranks of this host wait for its leader: they are told.
+  [[noreturn]] void fail_between_hosts(const std::string& why) {
+    const std::string trouble = "the way to another host failed (to " + beyond_ + "): " + why;
+    engine.abort(local_, trouble.c_str());
+    C10_THROW_ERROR(DistBackendError, "ccl: " + trouble);
+  }
+
+  Flight take_off_or_fail(const at::Tensor& piece, int op) {
+    std::string trouble;
+    try {
+      return take_off(piece, op);
+    } catch (const std::exception& error) {
+      trouble = error.what();
+    }
+    fail_between_hosts(trouble);
   }
 
   Ref<Work> named(Ref<Work> work) const { return c10::make_intrusive<Named>(std::move(work), explain_); }
@@ -397,7 +455,7 @@ class Backend : public c10d::Backend {
       after();
     };
     auto job = c10::make_intrusive<Job>(after_, getRank(), kind, run, std::move(results));
-    after_.submit(job, !opts.asyncOp);
+    after_->submit(job, !opts.asyncOp);
     return job;
   }
 
@@ -428,7 +486,7 @@ class Backend : public c10d::Backend {
     for (int64_t at = 0; at == 0 || at < flat.numel(); at += each) {
       const at::Tensor piece = flat.narrow(0, at, std::min(each, flat.numel() - at));
       check(local_, engine.allreduce(local_, piece.data_ptr(), piece.numel(), type, inner, 0));
-      flying.push_back(take_off(piece, inner));
+      flying.push_back(take_off_or_fail(piece, inner));
       if (flying.size() > 1) hand_out();
     }
     while (!flying.empty()) hand_out();
@@ -437,34 +495,48 @@ class Backend : public c10d::Backend {
   // A channel of two ranks per direction and tag, so that no message waits behind another.
   Ref<Work> message(c10d::OpType kind, int from, int to, int tag, const std::vector<at::Tensor>& tensors) {
     Dense item(tensors.at(0));
-    auto& channel = channels_[{from, to, tag}];
-    if (!channel) channel = std::make_shared<Channel>();
+    std::shared_ptr<Channel> channel;
+    {
+      const std::lock_guard<std::mutex> hold(open_);
+      check_open();  // under the lock: shutdown() sees every channel that is made before
+      auto& known = channels_[{from, to, tag}];
+      if (!known) known = std::make_shared<Channel>(to == getRank());
+      channel = known;
+    }
     auto job = c10::make_intrusive<Job>(channel->lane, getRank(), kind, [this, channel = channel.get(), item, from, to, tag] {
+      const auto wanted = [this, channel] { return !aborted_ && !(closed_ && channel->receives); };
       if (!channel->group) {
         const pybind11::gil_scoped_acquire gil;
-        channel->group = reinterpret_cast<void*>(opener_(from, to, tag));
+        channel->group = reinterpret_cast<void*>(opener_(from, to, tag, wanted));
       }
+      // Whoever closes the group says so first and looks for channels to abort then: one of the two sees the other.
+      TORCH_CHECK(wanted(), "this ccl group has been destroyed");
       engine.timeout(channel->group, timeout_);
       check_message(channel->group, engine.broadcast(channel->group, item.data(), item.bytes(), 0));
       if (to == getRank()) item.back();
     }, tensors);
-    channel->lane.submit(job, false);
+    channel->lane->submit(job, false);
     return job;
   }
 
   void* local_;
+  const bool shares_ = local_ != nullptr;  // stays when the group is destroyed
   std::vector<int> here_;
   int hosts_;
   Ref<c10d::Backend> leaders_, flat_;
   void* wire_;                    // oneCCL between the leaders, or null
   std::vector<bool> wire_takes_;  // small, large, small and 16 bits, large and 16 bits: whether oneCCL is faster than gloo
   std::string beyond_;            // how errors call the other hosts
-  std::atomic<bool> closed_ = false;
+  std::atomic<bool> closed_ = false, aborted_ = false;
   double timeout_, now_timeout_ = 0;
   Opener opener_;
   Explain explain_;
-  Lane lane_, after_;  // the engine's operations; what follows those of gloo
+  // The engine's operations; what follows those of gloo.
+  const std::shared_ptr<Lane> lane_ = std::make_shared<Lane>(), after_ = std::make_shared<Lane>();
   std::map<std::tuple<int, int, int>, std::shared_ptr<Channel>> channels_;
+  mutable std::mutex open_;  // channels_, and that no group is destroyed while it is aborted
+  std::mutex closing_;       // one thread may destroy the group while another aborts it
+  const pid_t process_ = getpid();
 };
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -21,8 +22,8 @@ class Lane;
 
 class Job : public Work {
  public:
-  Job(Lane& lane, int rank, c10d::OpType kind, std::function<void()> run, std::vector<at::Tensor> results)
-      : Work(rank, kind), lane_(lane), run_(std::move(run)), results_(std::move(results)) {}
+  Job(std::shared_ptr<Lane> lane, int rank, c10d::OpType kind, std::function<void()> run, std::vector<at::Tensor> results)
+      : Work(rank, kind), lane_(std::move(lane)), run_(std::move(run)), results_(std::move(results)) {}
 
   bool wait(Milliseconds timeout) override;
   std::vector<at::Tensor> result() override { return results_; }
@@ -61,7 +62,7 @@ class Job : public Work {
     else
       future_->markCompleted(c10::IValue(results_));
   }
-  Lane& lane_;
+  const std::shared_ptr<Lane> lane_;  // someone may wait for a job whose group is gone
   std::function<void()> run_;
   std::vector<at::Tensor> results_;
   std::exception_ptr failure_;
@@ -76,11 +77,15 @@ class Lane {
 
   // `waits`: the caller is going to wait at once, so the lane's own thread need not wake up for it.
   void submit(const Ref<Job>& job, bool waits) {
-    const std::lock_guard<std::mutex> hold(mutex_);
+    std::unique_lock<std::mutex> hold(mutex_);
     TORCH_CHECK(!closed_, "this ccl group has been destroyed");
+    if (mine()) {  // from a callback, which may wait for it: at once, for nothing else runs before the callback returns
+      hold.unlock();
+      return job->perform();
+    }
     jobs_.push_back(job);
     if (waits) return;
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+    if (!thread_.joinable()) start();
     change_.notify_all();
   }
 
@@ -88,7 +93,8 @@ class Lane {
   bool watch(Job& job, Milliseconds timeout) {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
     std::unique_lock<std::mutex> hold(mutex_);
-    if (!thread_.joinable() && !closed_) thread_ = std::thread([this] { serve(); });
+    if (mine()) return run_until(job, hold);
+    if (!thread_.joinable() && !closed_) start();
     change_.notify_all();
     while (!job.isCompleted())
       if (change_.wait_until(hold, deadline) == std::cv_status::timeout) return job.isCompleted();
@@ -98,56 +104,82 @@ class Lane {
   // Runs what is before `job` and the job itself here, unless another thread is at it; then waits for that thread.
   bool help(Job& job) {
     std::unique_lock<std::mutex> hold(mutex_);
-    while (!job.isCompleted()) {
-      if (busy_ || jobs_.empty())
-        change_.wait_for(hold, Milliseconds(100));
-      else
-        run_first(hold);
-    }
-    return true;
+    return run_until(job, hold);
   }
 
+  // Returns when no thread, the lane's own or one that helps, is at an operation, and none will begin another.
   void close() {
-    {
-      const std::lock_guard<std::mutex> hold(mutex_);
-      closed_ = true;
-      change_.notify_all();
+    std::unique_lock<std::mutex> hold(mutex_);
+    closed_ = true;
+    change_.notify_all();
+    if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) {
+      std::thread ending = std::move(thread_);
+      hold.unlock();
+      ending.join();
+      hold.lock();
     }
-    if (thread_.joinable()) thread_.join();
-    for (; !jobs_.empty(); jobs_.pop_front()) jobs_.front()->perform("this ccl group has been destroyed");
+    change_.wait(hold, [this] { return idle() || mine(); });
+    const std::deque<Ref<Job>> left = std::move(jobs_);
+    jobs_.clear();
+    hold.unlock();
+    for (const auto& job : left) job->perform("this ccl group has been destroyed");
+  }
+
+  bool unfinished() {
+    const std::lock_guard<std::mutex> hold(mutex_);
+    return !idle() || !jobs_.empty();
   }
 
  private:
+  void start() {
+    thread_ = std::thread([this] { serve(); });
+  }
+
   void serve() {
     std::unique_lock<std::mutex> hold(mutex_);
     for (;;) {
-      change_.wait(hold, [this] { return !busy_ && (!jobs_.empty() || closed_); });
+      change_.wait(hold, [this] { return idle() && (!jobs_.empty() || closed_); });
       if (jobs_.empty()) return;
       run_first(hold);
     }
   }
 
+  bool run_until(Job& job, std::unique_lock<std::mutex>& hold) {
+    while (!job.isCompleted()) {
+      if (!jobs_.empty() && (idle() || mine()))
+        run_first(hold);
+      else
+        change_.wait_for(hold, Milliseconds(100));
+    }
+    return true;
+  }
+
   void run_first(std::unique_lock<std::mutex>& hold) {
     const Ref<Job> job = jobs_.front();
     jobs_.pop_front();
-    busy_ = true;
+    const std::thread::id before = running_;  // this thread, where a callback waits for another operation
+    running_ = std::this_thread::get_id();
     hold.unlock();
     job->perform();
     hold.lock();
-    busy_ = false;
+    running_ = before;
     change_.notify_all();
   }
+
+  bool idle() const { return running_ == std::thread::id(); }
+  bool mine() const { return running_ == std::this_thread::get_id(); }
 
   std::mutex mutex_;
   std::condition_variable change_;
   std::deque<Ref<Job>> jobs_;
   std::thread thread_;
-  bool busy_ = false, closed_ = false;
+  std::thread::id running_;  // the thread that is at an operation, or at the callbacks of one
+  bool closed_ = false;
 };
 
 bool Job::wait(Milliseconds timeout) {
   // The engine keeps its own time and names who is missing; a limit given here is of this wait alone, the operation goes on.
-  const bool over = isCompleted() || (timeout.count() > 0 ? lane_.watch(*this, timeout) : lane_.help(*this));
+  const bool over = isCompleted() || (timeout.count() > 0 ? lane_->watch(*this, timeout) : lane_->help(*this));
   TORCH_CHECK(over, "ccl: rank ", rank_, " waited ", static_cast<double>(timeout.count()) / 1000, " s for an operation (",
               c10d::opTypeToString(retrieveOpType()), ") that is not over");
   const std::lock_guard<std::mutex> hold(mutex_);
