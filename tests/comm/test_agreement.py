@@ -93,6 +93,19 @@ def test_what_does_not_compile_is_not_tried_again_by_every_rank(
     assert not (tmp_path / "thing.failed").exists()
 
 
+def test_a_compiler_may_be_two_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "env touch")
+    assert compiled.compile_once("thing.so", lambda compiler, target: [compiler, str(target)], "a thing").is_file()
+
+
+def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(compiled.CompiledUnavailable, match=r"/nowhere/g\+\+ cannot be run: No such file"):
+        compiled.compile_once("thing.so", lambda compiler, target: [compiler, str(target)], "a thing")
+
+
 def test_a_backend_that_cannot_be_registered_costs_one_line_and_not_the_import() -> None:
     code = textwrap.dedent("""
         import torch.distributed as dist

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from stoker.errors import UserError
+from stoker.launch import exchange
 from stoker.launch.environment import discover, first_slurm_host
 from stoker.launch.exchange import agree
 
@@ -60,8 +63,11 @@ def test_variables_that_cannot_be_are_named(variables: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("names", "first"),
-    [("node[07-08,12]", "node07"), ("a,b", "a"), ("n[1]-ib", "n1-ib"), ("single", "single"), ("", None)],
-)
+    [
+        ("node[07-08,12]", "node07"), ("a,b", "a"), ("n[1]-ib", "n1-ib"), ("single", "single"), ("", None),
+        ("rack[0-1]n[01-16]", "rack0n01"), ("r[2,4]n[7-8,9]-ib,other[1-2]", "r2n7-ib"),
+    ],
+)  # fmt: skip
 def test_the_first_host_of_slurms_list(names: str, first: str | None) -> None:
     assert first_slurm_host({"SLURM_STEP_NODELIST": names}) == first
 
@@ -91,3 +97,14 @@ def test_a_launcher_without_a_store_asks_for_master_addr() -> None:
     with pytest.raises(UserError, match="set MASTER_ADDR"):
         agree(rank, variables)
     assert agree(rank, {**variables, "MASTER_ADDR": "h"}) == ("h", 29500)
+
+
+def test_a_rank_that_never_comes_is_a_sentence_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_PATIENCE", 0.05)
+    ours, mpirun = socket.socketpair()
+    with ours, mpirun:
+        mpirun.sendall(b"cmd=response_to_init rc=0\ncmd=my_kvsname kvsname=job\n")
+        conversation = exchange.Pmi(ours.fileno())
+        with pytest.raises(UserError, match="one of them has not come this far"):
+            conversation.share(1, "")
+        conversation.finish()

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -115,7 +116,13 @@ def _refuse_in_vain(compiler: str, target: Path) -> None:
 def _compile(compiler: str, command: Callable[[str, Path], list[str]], target: Path) -> None:
     temporary = target.with_suffix(f".{os.getpid()}.tmp")
     try:
-        result = subprocess.run(command(compiler, temporary), capture_output=True, text=True, check=False)
+        words = command(compiler, temporary)
+        if words[0] == compiler:
+            words[:1] = shlex.split(compiler)  # $CXX may be two words, as in "ccache g++"
+        try:
+            result = subprocess.run(words, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise CompiledUnavailable(f"the C++ compiler {compiler} cannot be run: {error.strerror}") from error
         if result.returncode:
             reason = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
             _note_of_failure(target).write_text(f"{compiler}\0{compiler} failed: {reason}")

@@ -152,10 +152,8 @@ def _expand_counts(text: str) -> list[int]:
 
 
 def first_slurm_host(environment: Mapping[str, str]) -> str | None:
-    """The first host of `node[01-03,7],other`, as Slurm compresses its list."""
+    """The first host of `rack[0-1]n[01-03,7],other`, as Slurm compresses its list."""
     names = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    match = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,]*)", names)
-    if not match or not match[0]:
-        return None
-    first = re.split(r"[-,]", match[2])[0] if match[2] else ""
-    return match[1] + first + match[3]
+    match = re.match(r"(?:[^\[,]|\[[^\]]*\])*", names)  # up to the first comma outside brackets
+    assert match is not None
+    return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", match[0]) or None

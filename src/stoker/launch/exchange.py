@@ -24,6 +24,8 @@ from stoker.launch.network import free_port, own_address
 __all__ = ["Pmi", "agree", "pmi"]
 
 _KEY = "stoker-address"
+_PATIENCE = 120.0
+"""Seconds; a rank that never arrives must not hold the others for ever."""
 
 
 class Pmi:
@@ -31,7 +33,7 @@ class Pmi:
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=os.dup(descriptor))
-        self._socket.settimeout(120.0)  # a rank that never arrives must not hold the others for ever
+        self._socket.settimeout(_PATIENCE)
         self._rest = b""
         self._ask("cmd=init pmi_version=1 pmi_subversion=1")
         self._name = self._ask("cmd=get_my_kvsname")["kvsname"]
@@ -56,7 +58,13 @@ class Pmi:
     def _ask(self, line: str) -> dict[str, str]:
         self._socket.sendall(line.encode() + b"\n")
         while b"\n" not in self._rest:
-            received = self._socket.recv(4096)
+            try:
+                received = self._socket.recv(4096)
+            except TimeoutError:
+                raise UserError(
+                    f"mpirun has not answered for {_PATIENCE:g} s while the ranks were looking for each other: one of them "
+                    "has not come this far; look at its output, and whether it was started at all"
+                ) from None
             if not received:
                 raise UserError("mpirun closed its connection while the ranks were looking for each other")
             self._rest += received
