@@ -310,6 +310,42 @@ def futures(rank: int, size: int) -> None:
     assert doubled.tolist() == [2.0 * sum(range(size))] * 4
 
 
+def callbacks_may_communicate(rank: int, size: int) -> None:
+    """A callback runs in the thread that communicates, which must not wait for itself."""
+
+    def again(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        y = future.value()[0].clone()
+        dist.all_reduce(y)
+        return y
+
+    for count in (4, 100_000):
+        x = torch.full((count,), float(rank))
+        twice = dist.all_reduce(x, async_op=True).get_future().then(again).wait()
+        assert twice.unique().tolist() == [float(sum(range(size)) * size)]
+
+
+def messages_from_many_threads(rank: int, size: int) -> None:
+    failures: list[BaseException] = []
+
+    def talk(first: int) -> None:
+        try:
+            for tag in range(100 + first, 140, 8):
+                x = torch.full((3,), float(tag)) if rank == 0 else torch.zeros(3)
+                _ = dist.send(x, 1, tag=tag) if rank == 0 else dist.recv(x, 0, tag=tag)
+                assert x.tolist() == [tag] * 3
+        except BaseException as error:
+            failures.append(error)
+
+    if rank < 2:
+        threads = [threading.Thread(target=talk, args=(first,)) for first in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures, failures
+    dist.barrier()
+
+
 def async_order_is_free_between_groups(rank: int, size: int) -> None:
     # Rank 0 starts a collective in one group and then waits in another, the rest the other way round.
     first, second = dist.new_group(), dist.new_group()
@@ -427,6 +463,42 @@ def feedback_keeps_to_its_parameters(rank: int, size: int) -> None:
     reduced(kept, a, b)
     assert torch.equal(reduced(kept, b, a), reduced(plain, b, a))
     assert not torch.equal(reduced(kept, b, a), reduced(plain, b, a))
+
+
+def feedback_forgets_what_is_not_finite(rank: int, size: int) -> None:
+    """One gradient with an overflow must not poison those that follow."""
+    from types import SimpleNamespace
+    from typing import Any
+
+    from stoker.comm.compression import Bf16Hook
+
+    hook, parameter = Bf16Hook(feedback=True), torch.zeros(3)
+
+    def reduced(*numbers: float) -> Tensor:
+        gradient = torch.tensor(numbers)
+        bucket: Any = SimpleNamespace(index=lambda: 0, buffer=lambda: gradient, parameters=lambda: [parameter])
+        return hook(None, bucket).wait()
+
+    assert not reduced(float("nan"), float("inf"), 1.0).isfinite()[:2].any()
+    assert reduced(1.0, 2.0, 3.0).tolist() == [1.0, 2.0, 3.0]
+
+
+def local_sgd_follows_the_first_rank(rank: int, size: int) -> None:
+    """Ranks that found something else in a checkpoint, or nothing, go on as rank 0 does."""
+    from stoker.comm.local_sgd import LocalSGD
+
+    model = torch.nn.Linear(1, 1)
+    local = LocalSGD(model, every=2, outer_lr=0.7, outer_momentum=0.9)
+    start = model.weight.detach().clone()
+    state = local.state_dict()
+    if rank == 0:
+        local.load_state_dict({**state, "steps": 5, "velocity": [torch.full_like(v, 0.5) for v in state["velocity"]]})
+    else:
+        local.load_state_dict({**state, "steps": rank, "anchor": [a + rank for a in state["anchor"]]})
+    local.follow_first_rank()
+    assert (local.steps, local.agreed) == (5, True)
+    assert local.step()
+    torch.testing.assert_close(model.weight.detach(), start - 0.7 * 0.9 * 0.9 * 0.5)
 
 
 def local_sgd_averages_weights(rank: int, size: int) -> None:

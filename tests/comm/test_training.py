@@ -118,6 +118,19 @@ def test_local_sgd_ends_with_weights_that_all_agree_on_and_resumes_exactly(
     assert np.array_equal(resumed[0]["weights"], whole[0]["weights"])
 
 
+def test_local_sgd_resumes_with_ranks_that_have_no_state_of_their_own(
+    jobs: Callable[[str, int], Ranks], tmp_path: Path
+) -> None:
+    job = jobs("ccl", 2)
+    settings: dict[str, Any] = {"local_sgd": 2, "local_sgd_outer_lr": 0.7, "local_sgd_outer_momentum": 0.9}
+    settings |= {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
+    run(job, tmp_path / "whole", **settings)
+    (tmp_path / "whole" / "checkpoint-4" / "local_sgd_1.pt").unlink()
+    settings |= {"resume": str(tmp_path / "whole" / "checkpoint-4"), "max_steps": 8, "save_strategy": "no"}
+    resumed = run(job, tmp_path / "again", **settings)
+    assert np.array_equal(resumed[0]["weights"], resumed[1]["weights"])
+
+
 def test_a_balanced_run_resumes_exactly_in_the_middle_of_an_epoch(
     jobs: Callable[[str, int], Ranks], tmp_path: Path
 ) -> None:
@@ -154,6 +167,18 @@ def test_an_accelerator_loop_averages_every_so_many_steps_and_before_it_saves(
     small = job.run("accelerate", {"STOKER_GRADIENT_COMPRESSION": "bf16"}, module=MODULE)
     assert np.array_equal(small[0]["before"], small[1]["before"])
     assert 0 < np.abs(small[0]["after"] - plain[0]["after"]).max() < 1e-3
+
+
+def test_an_accelerator_loop_with_local_sgd_goes_on_from_a_checkpoint(
+    jobs: Callable[[str, int], Ranks], tmp_path: Path
+) -> None:
+    words = {"STOKER_LOCAL_SGD": "2", "STOKER_LOCAL_SGD_OUTER_LR": "0.7", "STOKER_LOCAL_SGD_OUTER_MOMENTUM": "0.9"}
+    results = jobs("ccl", 2).run("accelerate_and_resume", str(tmp_path / "kept"), words, module=MODULE)
+    for result in results:
+        assert np.array_equal(result["resumed"], result["whole"])
+        # A checkpoint that knows nothing of averages: nothing has moved since, so an average changes nothing.
+        assert np.array_equal(result["without"], result["saved"])
+        assert np.array_equal(result["whole"], results[0]["whole"])
 
 
 def test_the_words_of_launch_reach_the_ranks() -> None:

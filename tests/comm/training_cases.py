@@ -96,3 +96,62 @@ def accelerate(rank: int, size: int, words: dict[str, str]) -> dict[str, Any]:
         for name in words:
             del os.environ[name]
     return {"before": before, "after": after, "wrapped": type(wrapped).__name__}
+
+
+def accelerate_and_resume(rank: int, size: int, folder: str, words: dict[str, str]) -> dict[str, Any]:
+    """Four steps with a checkpoint after two, and again the last two from it, by an Accelerator that began with other weights."""
+    import os
+    import shutil
+
+    import tiny
+    import torch
+    import torch.distributed as dist
+
+    rows = tiny.TinyData(32)
+    os.environ.update(words)
+
+    def start(other: float) -> tuple[Any, Any, Any]:
+        from stoker.hf.accelerator import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model = tiny.tiny_model(dropout=0.0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += other
+        return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.2))
+
+    def train(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            model(**tiny.pad([rows[8 * step + i] for i in range(rank, 8, size)])).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def weights(model: Any) -> Any:
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy()
+
+    try:
+        accelerator, model, optimizer = start(0.0)
+        train(model, optimizer, range(2))
+        accelerator.wait_for_everyone()
+        accelerator.save_state(folder)
+        saved = weights(model)
+        train(model, optimizer, range(2, 4))
+        whole = weights(model)
+        dist.barrier()
+        accelerator, model, optimizer = start(0.1)
+        accelerator.load_state(folder)
+        train(model, optimizer, range(2, 4))
+        resumed = weights(model)
+        dist.barrier()
+        plain = f"{folder}-without"
+        if rank == 0:
+            shutil.copytree(folder, plain, ignore=shutil.ignore_patterns("stoker_*"))
+        dist.barrier()
+        accelerator, model, optimizer = start(0.1)
+        accelerator.load_state(plain)
+        accelerator._local_sgd.average()
+        without = weights(model)
+    finally:
+        for name in words:
+            del os.environ[name]
+    return {"saved": saved, "whole": whole, "resumed": resumed, "without": without}

@@ -39,7 +39,9 @@ class Bf16Hook:
                 gradient.add_(error)
         small = torch.div(gradient, ranks, out=torch.empty_like(gradient, dtype=torch.bfloat16))
         if self._feedback:
-            self._errors[bucket.index()] = (order, torch.sub(gradient, small, alpha=ranks))
+            # A gradient that is not finite has no error worth keeping; NaN would stay in every gradient from here on.
+            error = torch.sub(gradient, small, alpha=ranks).nan_to_num_(0.0, 0.0, 0.0)
+            self._errors[bucket.index()] = (order, error)
         future = dist.all_reduce(small, group=group, async_op=True).get_future()
 
         def widen(done: torch.futures.Future[Any]) -> torch.Tensor:

@@ -122,6 +122,22 @@ class LocalSGD:
             for tensor, saved in zip(mine, theirs, strict=True):
                 tensor.copy_(saved)
 
+    def start_here(self) -> None:
+        """The weights were replaced by ones that all ranks hold: they are what the ranks start from, and nothing moves yet."""
+        for anchor, parameter in zip(self._anchor, self._parameters, strict=True):
+            anchor.copy_(parameter.detach())
+        for velocity in self._velocity:
+            velocity.zero_()
+        self._averaged_at = self.steps
+
+    def follow_first_rank(self) -> None:
+        """All go on from where rank 0 is, whatever each of them has found in a checkpoint; a collective."""
+        first = dist.get_global_rank(self._world, 0)
+        steps = torch.tensor([self.steps])
+        for tensor in [steps, *self._anchor, *self._velocity]:
+            dist.broadcast(tensor, first, group=self._group)
+        self.steps = self._averaged_at = int(steps.item())
+
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     """Positions of tensors of one type that together are not much larger than a piece."""

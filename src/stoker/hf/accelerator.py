@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ __all__ = ["Accelerator", "clip_in_one_pass"]
 
 log = logging.getLogger("stoker")
 
+_LOCAL_SGD_FILE = "stoker_local_sgd.pt"
+
 
 class Accelerator(_Stock):  # type: ignore[misc]
     """Use it wherever accelerate.Accelerator was used."""
@@ -28,6 +31,7 @@ class Accelerator(_Stock):  # type: ignore[misc]
     backend_wanted: str | None = None
     """What to communicate with, if the script does not say; the launcher sets it."""
     _local_sgd: Any = None
+    _loaded_from: str = ""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         if _several_processes() and not torch.accelerator.is_available():
@@ -103,11 +107,33 @@ class Accelerator(_Stock):  # type: ignore[misc]
             **outer,
         )
         local = self._local_sgd
+        # Not among accelerate's custom objects: it refuses a checkpoint that has more or fewer of them than are registered.
+        self.register_save_state_pre_hook(self._save_local_sgd)
+        self.register_load_state_pre_hook(self._note_folder)
         for optimizer in (one for one in prepared if isinstance(one, torch.optim.Optimizer)):
             inner = getattr(optimizer, "optimizer", optimizer)
             inner.register_step_post_hook(lambda *about: local.step())
             return
         log.warning("local_sgd: no optimizer was prepared together with the model, so nothing is averaged")
+
+    def _save_local_sgd(self, models: Any, weights: Any, folder: str) -> None:
+        if self.is_main_process:  # all ranks have the same: they average, so they agree on what they started from
+            torch.save(self._local_sgd.state_dict(), Path(folder) / _LOCAL_SGD_FILE)
+
+    def _note_folder(self, models: Any, folder: str) -> None:
+        self._loaded_from = folder
+
+    def load_state(self, *args: Any, **named: Any) -> Any:
+        """Also what the averages of local SGD start from: scripts load after `prepare`, which has noted other weights."""
+        result = super().load_state(*args, **named)
+        if self._local_sgd is not None:
+            path = Path(self._loaded_from) / _LOCAL_SGD_FILE
+            if path.is_file():
+                self._local_sgd.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            else:
+                self._local_sgd.start_here()
+            self._local_sgd.follow_first_rank()
+        return result
 
     def wait_for_everyone(self) -> None:
         """All ranks come here before they save: a moment to agree on the weights."""

@@ -237,12 +237,14 @@ class Ranks:
         if folder is None or self.local is None:
             return
         path = self._file(folder)
-        if not path.is_file():
+        if path.is_file():
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            self.trainer.optimizer.load_state_dict(state["optimizer"])
+            self.local.load_state_dict(state["local"])
+        else:
             log.warning("%s is not there: rank %d goes on with the optimizer state of rank 0", path, self._rank)
-            return
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        self.trainer.optimizer.load_state_dict(state["optimizer"])
-        self.local.load_state_dict(state["local"])
+        # There may be more ranks than before: they must count steps alike, and average from the same weights.
+        self.local.follow_first_rank()
 
     @property
     def _rank(self) -> int:
