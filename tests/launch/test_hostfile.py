@@ -85,6 +85,17 @@ def test_each_mpi_is_asked_in_its_own_words() -> None:
         hostfile_text(Mpirun("mpich", ""), [(Host("fe80::1"), 1)])
 
 
+def test_hosts_with_other_numbers_of_slots_get_theirs() -> None:
+    """-ppn would have the most of any host on the first."""
+    counts = [(Host("a"), 1), (Host("b"), 3)]
+    for kind in ("impi", "mpich"):
+        assert "-ppn" not in command(Mpirun(kind, "mpirun"), counts, "h", {}, ["python"])
+        assert "-ppn" in command(Mpirun(kind, "mpirun"), counts[::-1], "h", {}, ["python"])
+    assert "-machinefile" in command(Mpirun("impi", "mpirun"), counts, "h", {}, ["python"])
+    openmpi = command(Mpirun("openmpi", "mpirun"), counts, "h", {}, ["python"])
+    assert openmpi[openmpi.index("--map-by") + 1] == "slot"
+
+
 def test_every_word_reaches_the_other_shell_as_it_is(tmp_path: Path) -> None:
     words = ["printf", "%s|", "a b", "$(touch pwned)", "it's", '"', "new\nline", "`x`", "", "\\", "*", "~"]
     sent = hosts.ssh_command("host", words)[-1]

@@ -92,6 +92,18 @@ def test_stoker_starts_mpirun_by_itself_and_ends_all_with_the_first_error(name: 
 
 @mpi
 @pytest.mark.parametrize("name", MPIS)
+@pytest.mark.parametrize("slots", ["alpha:1\nbeta:3\n", "alpha:3\nbeta:1\n"])
+def test_each_host_gets_as_many_ranks_as_the_hostfile_says(name: str, slots: str, rig: Rig) -> None:
+    words = [*STOKER, *LIGHT, "--launcher", name, "-f", rig.hostfile(slots), "--no-host-check", RANK]
+    done = rig.run("alpha", words, env=environment(mpi_environment(name)))
+    assert done.returncode == 0, done.stderr
+    found = reports(done.stdout)
+    first = int(slots.split()[0].partition(":")[2])
+    assert [found[rank]["host"] for rank in sorted(found)] == ["alpha"] * first + ["beta"] * (4 - first)
+
+
+@mpi
+@pytest.mark.parametrize("name", MPIS)
 def test_ctrl_c_and_a_killed_launcher_leave_nothing_on_any_host(name: str, rig: Rig) -> None:
     env = environment(mpi_environment(name))
     words = [

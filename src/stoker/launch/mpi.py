@@ -88,10 +88,13 @@ def command(
     """The very command, as a list of words; nothing of it passes through a shell on this machine."""
     total = sum(count for _, count in counts)
     most = max(count for _, count in counts)
+    # Hydra fills host after host, Open MPI wants room for as many on each; else the hostfile says how many each takes.
+    full = counts if mpirun.kind == "openmpi" else counts[:-1]
+    even = all(count == most for _, count in full)
     words = [mpirun.path, "-n", str(total)]
     if mpirun.kind == "openmpi":
         words += ["--hostfile", hostfile] if hostfile else []
-        words += ["--map-by", f"ppr:{most}:node", "--bind-to", "none"]
+        words += ["--map-by", f"ppr:{most}:node" if even else "slot", "--bind-to", "none"]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             words += ["--allow-run-as-root"]
         words += ["--prtemca", "plm_ssh_args", _SSH, "--prtemca", "plm_ssh_no_tree_spawn", "1"]
@@ -99,8 +102,10 @@ def command(
             if name.startswith(_CARRIED):
                 words += ["-x", name]
     else:
-        words += ["-f", hostfile] if hostfile else ["-hosts", "localhost"]
-        words += ["-ppn", str(most)]
+        # With -f alone Intel's puts as many ranks on a host as it has cores, whatever the file says.
+        file = "-machinefile" if mpirun.kind == "impi" and not even else "-f"
+        words += [file, hostfile] if hostfile else ["-hosts", "localhost"]
+        words += ["-ppn", str(most)] if even else []
         words += ["-genv", "I_MPI_PIN", "0"] if mpirun.kind == "impi" else ["-bind-to", "none"]
     return [*words, *extra, *program]
 
