@@ -36,7 +36,11 @@ def destroy_while_receiving(rank: int, size: int, met: bool) -> str:
     work: Any = dist.irecv(torch.ones(1), 0, group=group) if rank == 1 else None
     dist.barrier()
     time.sleep(0.2)  # the lane's thread may have begun to wait; it need not
+    if rank == 0:  # the receiver goes first: nobody has left whom it could miss
+        dist.barrier()
     dist.destroy_process_group(group)
+    if rank == 1:
+        dist.barrier()
     return said(work.wait) if work is not None else ""
 
 
@@ -98,6 +102,7 @@ def destroy_in_a_forked_child(rank: int, size: int) -> float:
             os.waitpid(child, 0)
         assert status == (child, 0), "the child did not end"
     dist.barrier()
+    time.sleep(0.3 if rank == 0 else 0.0)  # long enough for the others to look whether it has left
     dist.all_reduce(x, group=group)
     return float(x.unique().item())
 
