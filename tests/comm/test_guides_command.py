@@ -25,7 +25,7 @@ def test_mpirun_with_ccl_ipex_and_bf16_trains_on_two_hosts(tmp_path: Path) -> No
         words = [*GUIDES_MPIRUN, rig.hostfile(), *STOKER, "launch"]
         words += [str(SCRIPT), "--ddp_backend", "ccl", "--use_ipex", "--bf16", "--output_dir", str(tmp_path)]
         words += ["--report_to", "none", "--per_device_train_batch_size", "4", "--num_train_epochs", "1"]
-        done = rig.run("alpha", [*words, "--ddp_timeout", "60"], env=environment, timeout=300)
+        done = rig.run("alpha", [*words, "--ddp_timeout", "180"], env=environment, timeout=300)
         assert done.returncode == 0, done.stderr
         lines = [line.partition("REPORT ")[2] for line in done.stdout.splitlines()]
         found = [json.loads(line) for line in lines if line]

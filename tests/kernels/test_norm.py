@@ -40,8 +40,9 @@ def compare(
         y = F.rms_norm(z, (width,), w, eps) if rms else F.layer_norm(z, (width,), w, b, eps)
         return (y, z) if keep else y
 
-    # LayerNorm of few columns divides by a small deviation; the gradient's error is relative to what it divides.
-    check(operator, formula, leaves, tolerance=None if width > 16 else 3e-2 if dtype == torch.bfloat16 else 1e-4)
+    # LayerNorm of few columns, or of few that are not dropped, divides by a small deviation, and the error is relative to that.
+    few = width * (1 - p) <= 16
+    check(operator, formula, leaves, tolerance=None if not few else 3e-2 if dtype == torch.bfloat16 else 1e-4)
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])

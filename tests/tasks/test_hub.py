@@ -3,6 +3,7 @@ which would ask the hub."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,9 @@ from stoker.cli import main
 from stoker.tasks.demo.world import make_world
 from tasks.models import save_tiny_bert
 
+REAL = pytest.mark.skipif(
+    importlib.util.find_spec("datasets") is None, reason="needs the datasets package: pip install 'stoker[hub]'"
+)
 ASKED: list[tuple[str, str | None, str | None]] = []
 MNLI = ("validation_matched", "validation_mismatched", "test_matched", "test_mismatched")
 
@@ -81,6 +85,7 @@ def test_mnli_is_evaluated_and_predicted_on_both_of_its_kinds(hub: None, tmp_pat
         assert len((tmp_path / "out" / name).read_text().splitlines()) == 17
 
 
+@REAL
 def test_classes_keep_their_names_and_order(tmp_path: Path) -> None:
     names = ["not_equivalent", "equivalent"]  # not in the order of the alphabet
     kinds: dict[str, Any] = {column: {"dtype": "string", "_type": "Value"} for column in ("sentence1", "sentence2")}
@@ -113,6 +118,7 @@ def test_a_class_of_the_hub_may_be_missing_or_be_a_number_to_learn() -> None:
     assert [row.values["label"] for row in split.rows(named=False)] == [None, 1, None]
 
 
+@REAL
 @pytest.mark.parametrize(("task", "rows"), [("qa", SQUAD), ("classify", PAIRS)])
 def test_a_data_set_in_a_folder_is_read_by_the_real_package(
     tmp_path: Path, task: str, rows: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
