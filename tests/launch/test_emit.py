@@ -144,6 +144,17 @@ def test_a_batch_script_is_valid_and_quotes_every_word(tmp_path: Any) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["srun"]
 
 
+def test_srun_sees_no_second_program_in_the_scripts_arguments(tmp_path: Any) -> None:
+    arguments = ["a", ":", "-n", "1", "touch", "x y"]
+    line = shlex.split(emit(parse(["--emit", "slurm", "s.py", *arguments]), Config()).splitlines()[-1])
+    assert ":" not in line
+    (tmp_path / "stoker").write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    (tmp_path / "stoker").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(line[line.index("sh") :], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.split("\0")[:-1] == ["launch", "s.py", *arguments]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

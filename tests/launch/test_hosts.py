@@ -77,11 +77,14 @@ def test_ranks_under_mpirun_recognise_themselves_on_two_hosts(name: str, rig: Ri
 def test_stoker_starts_mpirun_by_itself_and_ends_all_with_the_first_error(name: str, rig: Rig) -> None:
     env = environment(mpi_environment(name))
     words = [*STOKER, *LIGHT, "--launcher", name, "-f", rig.hostfile("alpha\nbeta:2  # two\n"), "-n", "4", "-ppn", "2"]
-    done = rig.run("alpha", [*words, "-genv", "OWN=a b", RANK, *HOSTILE], env=env)
+    arguments = [*HOSTILE, ":", "-n", "1", "false"]
+    done = rig.run("alpha", [*words, "-genv", "OWN=a b", RANK, *arguments, "x" * 100_000, "y" * 100_000], env=env)
     assert done.returncode == 0, done.stderr
     found = reports(done.stdout)
     assert [found[rank]["host"] for rank in sorted(found)] == ["alpha", "alpha", "beta", "beta"]
-    assert all(report["argv"] == HOSTILE and report["OWN"] == "a b" for report in found.values())
+    assert all(
+        report["argv"] == [*arguments, "x100000", "y100000"] and report["OWN"] == "a b" for report in found.values()
+    )
     done = rig.run("alpha", [*words, "--no-host-check", RANK, "raise@2"], env=env)
     last = done.stderr.rpartition("\nstoker: ")[2]
     assert done.returncode == 1

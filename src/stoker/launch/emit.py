@@ -96,8 +96,10 @@ def _slurm(options: Options, config: Config, machines: int, total: int, local: i
             f"export SRUN_CPUS_PER_TASK=$(( SLURM_CPUS_ON_NODE / {local} ))",
             "",
         ]
-    command = ["srun", "--kill-on-bad-exit=1", "--hint=nomultithread", "stoker", "launch", *_words(options, config)]
-    lines.append(shlex.join([*command, *_script(options)]))
+    program = ["stoker", "launch", *_words(options, config), *_script(options)]
+    if ":" in program:  # srun would start what follows as another program
+        program = ["sh", "-c", "exec " + shlex.join(program)]
+    lines.append(shlex.join(["srun", "--kill-on-bad-exit=1", "--hint=nomultithread", *program]))
     return "\n".join(lines) + "\n"
 
 

@@ -117,13 +117,12 @@ def clear_up(job: str, grace: float = _GRACE) -> list[int]:
 
 def processes_of(job: str) -> list[int]:
     """The ranks of a job: its name stands in their command line."""
-    mark = f'"job":"{job}"'.encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"stoker.launch.run" in words and any(mark in word for word in words):
+                if b"stoker.launch.run" in words and job.encode() in words:
                     found.append(int(entry.name))
     return found
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from stoker.errors import UserError
-from stoker.launch import binding, hostfile, mpi, network
+from stoker.launch import binding, handover, hostfile, mpi, network
 from stoker.launch.config import Config
 from stoker.launch.hostfile import Host
 from stoker.launch.options import Options
@@ -17,7 +17,8 @@ from stoker.launch.placement import Placement
 from stoker.launch.settings import Settings
 from stoker.machine import Machine
 
-__all__ = ["Plan", "PlannedRank", "counts", "launch_command", "make", "program", "settings_for", "show", "srun_command"]
+__all__ = ["Plan", "PlannedRank", "counts", "handed_over", "launch_command", "make", "program", "settings_for", "show",
+           "srun_command"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,11 @@ def program(plan: Plan, script: str, arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", "stoker.launch.run", plan.settings.to_word(), script, *arguments]
 
 
+def handed_over(plan: Plan, options: Options) -> dict[str, str]:
+    """The variables by which the ranks of mpirun and srun get what `program` has on the command line."""
+    return handover.variables([plan.settings.to_word(), options.script, *options.arguments])
+
+
 def show(plan: Plan, options: Options, environment: Mapping[str, str]) -> str:
     """What `--dry-run` prints."""
     lines = [f"launcher: {_name(plan)}; {plan.size} process{'es' * (plan.size > 1)} on {_machines(plan)}"]
@@ -252,6 +258,8 @@ def show(plan: Plan, options: Options, environment: Mapping[str, str]) -> str:
             lines.append(f"  threads  {share.threads}")
         variables = {**rank_variables(plan, planned), **dict(plan.settings.environment)}
         lines.append("  environment  " + " ".join(f"{key}={shlex.quote(value)}" for key, value in variables.items()))
+    if plan.mpirun is not None or plan.launcher == "slurm":
+        lines.append("handed over by the environment: " + shlex.join([options.script, *options.arguments]))
     lines.append("command: " + shlex.join(launch_command(plan, options, environment)))
     return "\n".join(lines)
 
@@ -274,16 +282,21 @@ def rank_variables(plan: Plan, planned: PlannedRank) -> dict[str, str]:
 
 def launch_command(plan: Plan, options: Options, environment: Mapping[str, str]) -> list[str]:
     words = program(plan, options.script, options.arguments)
+    if plan.mpirun is None and plan.launcher != "slurm":
+        return words
+    carried = handed_over(plan, options)
+    words = handover.command("JOB", options.script)
     if plan.mpirun is not None:
         path = "HOSTFILE" if plan.with_hostfile else None
-        return mpi.command(plan.mpirun, plan.counts, path, environment, words, options.extra_mpi)
-    if plan.launcher == "slurm":
-        return srun_command(plan, words)
-    return words
+        return mpi.command(plan.mpirun, plan.counts, path, {**environment, **carried}, words, options.extra_mpi)
+    return srun_command(plan, words, carried, environment)
 
 
-def srun_command(plan: Plan, words: list[str]) -> list[str]:
+def srun_command(plan: Plan, words: list[str], carried: Collection[str], environment: Mapping[str, str]) -> list[str]:
     per_node = str(plan.size // plan.machines)
+    # An allocation made with --export=NONE or a list of names would not let the variables through.
+    exported = environment.get("SLURM_EXPORT_ENV") or "ALL"
+    exported = ",".join([*([exported] if exported not in ("NONE", "NIL") else []), *carried])
     return [
         "srun",
         "-N",
@@ -292,6 +305,7 @@ def srun_command(plan: Plan, words: list[str]) -> list[str]:
         str(plan.size),
         "--ntasks-per-node",
         per_node,
+        f"--export={exported}",
         "--kill-on-bad-exit=1",
         *words,
     ]

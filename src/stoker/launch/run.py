@@ -1,5 +1,7 @@
 """`python -m stoker.launch.run SETTINGS SCRIPT [ARGUMENTS]`: one rank, from the inside.
 
+Under mpirun and srun the three of them come in the environment (`stoker.launch.handover`).
+
 It finds its rank, takes its place on the machine, sets the variables that torch, transformers and accelerate read,
 installs the compatibility layer, and then runs the script as Python would. The launchers start this; people type
 `stoker launch`.
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stoker.errors import UserError
-from stoker.launch import allocators, binding, exchange, hints, output
+from stoker.launch import allocators, binding, exchange, handover, hints, output
 from stoker.launch.environment import Rank, discover
 from stoker.launch.settings import Settings
 from stoker.machine import Machine
@@ -36,12 +38,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(arguments: list[str]) -> NoReturn:
-    settings, script, rest = Settings.from_word(arguments[0]), arguments[1], arguments[2:]
+    told = arguments
+    if arguments[0] == handover.FLAG:
+        told = _handed_over()
+    settings, script, rest = Settings.from_word(told[0]), told[1], told[2:]
     rank: Rank | None = None
     screen = 2
     try:
         os.environ.update(settings.environment)
         allocators.preload(settings.allocator, [sys.executable, "-m", "stoker.launch.run", *arguments])
+        if told is not arguments:
+            handover.take()
         rank = discover(os.environ)
         if settings.several and rank is None:
             raise UserError(
@@ -52,6 +59,14 @@ def main(arguments: list[str]) -> NoReturn:
         print(f"stoker: {error}", file=sys.stderr)
         _end(settings, rank, 2, f"stoker: {error}\n", screen)
     _run(settings, rank, script, rest, screen)
+
+
+def _handed_over() -> list[str]:
+    try:
+        return handover.read(os.environ)
+    except UserError as error:
+        print(f"stoker: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _prepare(settings: Settings, rank: Rank | None) -> int:

@@ -1,5 +1,5 @@
-"""What the launcher tells each rank: one small value that travels as a word of the command line, so that it arrives with
-every launcher, whatever that does to the environment.
+"""What the launcher tells each rank: one small value that travels as a single word, on the command line or by
+`stoker.launch.handover`.
 """
 
 from __future__ import annotations

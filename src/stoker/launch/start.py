@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from stoker.errors import UserError
 from stoker.launch import config as configuration
-from stoker.launch import elastic, hosts, mpi, resume
+from stoker.launch import elastic, handover, hosts, mpi, resume
 from stoker.launch import plan as planning
 from stoker.launch.environment import Rank, discover
 from stoker.launch.job import silence
@@ -113,10 +113,11 @@ def _mpirun(plan: planning.Plan, options: Options) -> int:
         hosts.check_hosts([host.name for host, _ in plan.counts])
     job = secrets.token_hex(8)
     told = replace(plan, settings=replace(plan.settings, several=True, report="stderr", job=job))
-    words = planning.program(told, options.script, options.arguments)
+    environment = {**os.environ, **planning.handed_over(told, options)}
     code = mpi.launch(
-        plan.mpirun, plan.counts, words, os.environ, options.extra_mpi, job=job, with_hostfile=plan.with_hostfile
-    )
+        plan.mpirun, plan.counts, handover.command(job, options.script), environment, options.extra_mpi, job=job,
+        with_hostfile=plan.with_hostfile,
+    )  # fmt: skip
     return _then_tell(options, code)
 
 
@@ -131,5 +132,7 @@ def _slurm(plan: planning.Plan, options: Options) -> int:
     if srun is None:
         raise UserError("this is a Slurm allocation, but there is no srun on PATH")
     told = replace(plan, settings=replace(plan.settings, several=True))
-    words = planning.srun_command(told, planning.program(told, options.script, options.arguments))
+    carried = planning.handed_over(told, options)
+    os.environ.update(carried)
+    words = planning.srun_command(told, handover.command(secrets.token_hex(8), options.script), carried, os.environ)
     return _become([srun, *words[1:]])

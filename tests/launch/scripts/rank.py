@@ -7,7 +7,7 @@ import time
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "OWN")
 found = {
-    "argv": sys.argv[1:],
+    "argv": [word if len(word) < 1000 else word[0] + str(len(word)) for word in sys.argv[1:]],  # lines stay whole
     "cores": sorted(os.sched_getaffinity(0)),
     "host": os.uname().nodename,
     "file": __file__,
