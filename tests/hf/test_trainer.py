@@ -171,19 +171,54 @@ def test_a_run_that_had_ended_takes_no_further_step(tree_path: Path) -> None:
     assert again.state.global_step == 5
 
 
-def test_weights_that_are_no_longer_finite_are_not_saved(tree_path: Path) -> None:
-    trainer = tiny.trainer(tree_path, max_steps=4, save_steps=2)
+class SpoilLastStep(transformers.TrainerCallback):
+    """The last optimizer step makes a weight infinite, which no loss sees any more."""
 
-    class Spoil(transformers.TrainerCallback):
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-            if state.global_step == 3:
-                with torch.no_grad():
-                    trainer.model.classifier.bias[0] = float("inf")
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
+        if state.global_step == state.max_steps - 1:
+            with torch.no_grad():
+                model.classifier.bias[0] = float("inf")
 
-    trainer.add_callback(Spoil())
+
+@pytest.mark.parametrize("stop_on_nan", [True, False])
+def test_weights_that_are_no_longer_finite_are_not_saved(tree_path: Path, stop_on_nan: bool) -> None:
+    trainer = tiny.trainer(tree_path, max_steps=4, save_steps=2, stop_on_nan=stop_on_nan)
+    trainer.add_callback(SpoilLastStep())
     with pytest.raises(NonFiniteLoss, match="the weights are no longer finite after step 4;"):
         trainer.train()
     assert names(tree_path) == ["checkpoint-2"]
+
+
+def test_non_finite_weights_of_the_last_step_end_a_run_that_saves_no_checkpoints(tree_path: Path) -> None:
+    trainer = tiny.trainer(tree_path, max_steps=2, save_strategy="no")
+    trainer.add_callback(SpoilLastStep())
+    with pytest.raises(NonFiniteLoss, match=r"no longer finite after step 2; .*try a lower --learning_rate"):
+        trainer.train()
+    assert not read_run(tree_path).finished
+
+
+@pytest.mark.parametrize("call", ["save_model", "save_model to a folder", "push_to_hub"])
+def test_no_call_of_the_trainer_saves_non_finite_weights_as_the_model(tree_path: Path, call: str) -> None:
+    trainer = tiny.trainer(tree_path, max_steps=1, save_strategy="no", stop_on_nan=False)
+    trainer.add_callback(SpoilLastStep())
+    trainer.train()
+    trainer.hub_model_id = "someone/model"
+    calls = {
+        "save_model": trainer.save_model,
+        "save_model to a folder": lambda: trainer.save_model(str(tree_path / "elsewhere")),
+        "push_to_hub": trainer.push_to_hub,  # saves first, so no hub is asked
+    }
+    with pytest.raises(NonFiniteLoss, match="the weights are no longer finite"):
+        calls[call]()
+    assert not list(tree_path.rglob("*.safetensors"))
+
+
+def test_large_finite_weights_are_saved_although_their_sum_overflows(tree_path: Path) -> None:
+    trainer = tiny.trainer(tree_path)
+    with torch.no_grad():
+        trainer.model.classifier.weight.fill_(3e38)
+    trainer.save_model()
+    assert (tree_path / "model.safetensors").exists()
 
 
 def test_a_full_disk_is_one_sentence_and_keeps_what_was_there(tree_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

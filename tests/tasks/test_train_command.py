@@ -214,6 +214,18 @@ def test_a_mistake_is_one_sentence_and_exit_code_two(
     assert "Traceback" not in error
 
 
+def test_a_run_whose_weights_overflow_in_its_last_step_saves_no_model_and_exits_with_two(
+    bert: Path, squad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = "--learning_rate 1e300 --max_steps 1 --save_strategy no"
+    assert main(qa_command(bert, squad, out, *words.split())) == 2
+    said = capsys.readouterr().err
+    assert "stoker: the weights are no longer finite after step 1; nothing of that step was saved" in said
+    assert "Traceback" not in said
+    assert not list(out.rglob("*.safetensors"))
+
+
 def test_a_model_that_is_not_there_is_one_sentence(
     squad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from stoker.cli.parsing import did_you_mean
 from stoker.errors import UserError
 
@@ -124,16 +122,6 @@ def main(argv: list[str]) -> int:
         raise UserError("stoker train needs transformers and accelerate: pip install 'stoker[hf]'") from None
     if "--help-all" in rest:
         return _all_help(task)
-    from stoker.hf.trainer import NonFiniteLoss
-
-    try:
-        return _run(task, rest)
-    except NonFiniteLoss as stop:  # nothing wrong with the command, so not the exit code of a wrong one
-        print(f"stoker: {stop}", file=sys.stderr)
-        return 1
-
-
-def _run(task: str, rest: list[str]) -> int:
     if task == "qa":
         from stoker.tasks.qa.train import main as run
     else:

@@ -58,7 +58,11 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
         metadata={"help": "Form training batches of about this many tokens instead of a fixed number of rows."},
     )
     stop_on_nan: bool = field(
-        default=True, metadata={"help": "Stop when the loss is NaN or infinite, and name the examples of that batch."}
+        default=True,
+        metadata={
+            "help": "Stop when the loss is NaN or infinite, and name the examples of that batch. "
+            "Weights that are not finite are never saved."
+        },
     )
     gradient_compression: str | None = field(
         default=None,

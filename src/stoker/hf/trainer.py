@@ -41,7 +41,7 @@ log = logging.getLogger("stoker")
 
 
 class NonFiniteLoss(UserError):
-    """The loss became NaN or infinite; the message names step and examples."""
+    """The loss, or the weights, became NaN or infinite; the message names step and examples."""
 
 
 class Trainer(PublishingTrainer):
@@ -199,6 +199,13 @@ class Trainer(PublishingTrainer):
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written"
         return f"{finding}; nothing of that step was saved, {kept}; try a lower --learning_rate"
 
+    def _require_finite_weights(self, *, together: bool) -> None:
+        """Raises unless all weights are finite; with `together` on all ranks, which must all call it, if on any of them."""
+        bad = int(not _finite(self.model))
+        if self._of_all(bad) if together else bad:
+            found = f"the weights are no longer finite after step {self.state.global_step}"
+            raise NonFiniteLoss(self._nan_sentence(found))
+
     def _examples_in_words(self) -> str:
         ids = self._current_examples()
         return f" (examples {', '.join(ids[:8])}{', ...' if len(ids) > 8 else ''})" if ids else ""
@@ -294,6 +301,8 @@ class Trainer(PublishingTrainer):
         try:
             with self._interrupts:
                 output = super().train(str(checkpoint) if checkpoint else None, trial, ignore_keys_for_eval, **named)
+            if getattr(self.args, "stop_on_nan", True):
+                self._require_finite_weights(together=True)  # no loss has seen what the last step did
             self.recorder.end("finished")
             return output
         except BaseException as error:
@@ -367,10 +376,7 @@ class Trainer(PublishingTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         begin = time.perf_counter()
-        if getattr(self.args, "stop_on_nan", True) and not _finite(self.model):
-            raise NonFiniteLoss(
-                self._nan_sentence(f"the weights are no longer finite after step {self.state.global_step}")
-            )
+        self._require_finite_weights(together=True)
         folder = Path(self._get_output_dir(trial))
         target = folder / f"checkpoint-{self.state.global_step}"
         staged = checkpoints.staging(folder, self.state.global_step)
@@ -439,6 +445,8 @@ class Trainer(PublishingTrainer):
         return []
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # Whoever calls it, and whatever wrote into the weights since the last step. Scripts may call it on rank 0 alone.
+        self._require_finite_weights(together=False)
         self._save_whole(output_dir, of_checkpoint=_internal_call and output_dir is not None)
         if not _internal_call:
             self.publish("Model save")
@@ -520,5 +528,8 @@ def _checkpoint_bytes(model: nn.Module) -> int:
 
 
 def _finite(model: nn.Module) -> bool:
+    trained = [p.detach() for p in model.parameters() if p.requires_grad]
     # A sum is not finite if one of its terms is not; it reads each weight once and keeps nothing.
-    return bool(np.isfinite(sum(float(p.detach().float().sum()) for p in model.parameters() if p.requires_grad)))
+    if np.isfinite(sum(float(p.float().sum()) for p in trained)):
+        return True
+    return all(bool(torch.isfinite(p).all()) for p in trained)  # a sum of large weights may overflow by itself
