@@ -1,7 +1,8 @@
 """Compiles the c10d backend (torch_backend/backend.cpp) against the torch that is installed, once, and loads it.
 
 c10d is outside torch's stable interface, so the result is kept per torch, Python and source, in the user's cache: another
-torch finds no match and compiles anew. Nothing here raises for want of a compiler; the caller then serves in Python.
+torch finds no match and compiles anew. A library that somebody else could have written is not loaded. Nothing here raises
+for want of a compiler; the caller then serves in Python.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from stoker.comm.engine import library
-from stoker.machine.cache_directory import cache_directory
+from stoker.machine import cache_directory
 
 __all__ = ["SOURCES", "CompiledUnavailable", "build", "compile_once", "load"]
 
@@ -78,26 +79,44 @@ def build() -> Path:
 
 def compile_once(name: str, command: Callable[[str, Path], list[str]], what: str) -> Path:
     """The library `name` in the cache; if it is not there, what `command(compiler, target)` makes."""
-    directory = cache_directory()
+    directory = cache_directory.cache_directory()
     if directory is None:
         raise CompiledUnavailable("there is no cache directory; set STOKER_CACHE_DIR")
-    target = directory / name
-    if os.path.isfile(target):  # a folder of another user, which may not be looked into, has no such file
-        return target
+    try:
+        if _usable(target := cache_directory.trusted_directory() / name):
+            return target
+    except cache_directory.UntrustedCache as error:
+        raise CompiledUnavailable(str(error)) from error
+    except OSError:
+        pass  # a folder of another user, which may not be looked into, has no such file
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise CompiledUnavailable("there is no C++ compiler (g++, c++, clang++ or $CXX)")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / f"{target.name}.lock", "w") as lock:
+        target = cache_directory.make_directory() / name
+        with cache_directory.open_file(target.with_name(f"{name}.lock"), make=True) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.is_file():
+            if not _usable(target):
                 _refuse_in_vain(compiler, target)
                 print(f"stoker ccl: compiling {what}", file=sys.stderr, flush=True)
                 _compile(compiler, command, target)
+    except cache_directory.UntrustedCache as error:
+        raise CompiledUnavailable(str(error)) from error
     except OSError as error:
         raise CompiledUnavailable(f"{directory} cannot be written: {error.strerror}") from error
     return target
+
+
+def _usable(target: Path) -> bool:
+    """Whether the library is there and nobody else could have written it; if somebody could, it is made anew."""
+    try:
+        cache_directory.check_file(target)
+    except cache_directory.UntrustedCache as error:
+        cache_directory.warn(error)
+        return False
+    except OSError:
+        return False
+    return True
 
 
 def _note_of_failure(target: Path) -> Path:
@@ -107,15 +126,16 @@ def _note_of_failure(target: Path) -> Path:
 def _refuse_in_vain(compiler: str, target: Path) -> None:
     """What has failed a moment ago is not tried again, by the next rank or the next start, with the same compiler."""
     note = _note_of_failure(target)
-    with contextlib.suppress(OSError, ValueError):
-        by, reason = note.read_text().split("\0", 1)
-        if by == compiler and time.time() - note.stat().st_mtime < _FAILURE_HOLDS:
+    with contextlib.suppress(OSError, ValueError), cache_directory.open_file(note) as file:
+        by, reason = file.read().decode().split("\0", 1)
+        if by == compiler and time.time() - os.fstat(file.fileno()).st_mtime < _FAILURE_HOLDS:
             raise CompiledUnavailable(f"{reason} (found a while ago; remove {note} to try again)")
 
 
 def _compile(compiler: str, command: Callable[[str, Path], list[str]], target: Path) -> None:
     temporary = target.with_suffix(f".{os.getpid()}.tmp")
     try:
+        temporary.unlink(missing_ok=True)
         words = command(compiler, temporary)
         if words[0] == compiler:
             words[:1] = shlex.split(compiler)  # $CXX may be two words, as in "ccache g++"
@@ -125,9 +145,11 @@ def _compile(compiler: str, command: Callable[[str, Path], list[str]], target: P
             raise CompiledUnavailable(f"the C++ compiler {compiler} cannot be run: {error.strerror}") from error
         if result.returncode:
             reason = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
-            _note_of_failure(target).write_text(f"{compiler}\0{compiler} failed: {reason}")
+            with cache_directory.writing(_note_of_failure(target)) as note:
+                note.write(f"{compiler}\0{compiler} failed: {reason}".encode())
             raise CompiledUnavailable(f"{compiler} failed: {reason}")
         _note_of_failure(target).unlink(missing_ok=True)
+        os.chmod(temporary, 0o700)  # the compiler leaves it writable by whom the umask says
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

@@ -77,8 +77,10 @@ def measure_node(
 
 def _compiled() -> bool:
     """Whether a ccl backend lies in the cache; which torch it was made for is not looked at, for that means loading torch."""
-    directory = cache_directory.cache_directory()
-    return directory is not None and any(directory.glob("stoker_ccl-*.so"))
+    try:
+        return any(cache_directory.trusted_directory().glob("stoker_ccl-*.so"))
+    except OSError:
+        return False
 
 
 def usable_cores() -> list[int]:

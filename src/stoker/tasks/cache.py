@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,11 +15,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.machine.cache_directory import cache_directory
+from stoker.machine import cache_directory
 
 __all__ = ["Arrays", "cached", "fingerprint"]
 
 Arrays = dict[str, NDArray[np.generic]]
+_INSIDE = "features"  # the directory in the cache
 _FORMAT = "1"  # raised when the meaning of stored arrays changes
 _MOST_BYTES = 4 << 30
 
@@ -41,40 +41,36 @@ def fingerprint(*parts: Iterable[str] | str) -> str:
 
 def cached(kind: str, key: str, make: Callable[[], Arrays], *, fresh: bool = False) -> tuple[Arrays, bool]:
     """The arrays of `key`, from disk or from `make`; and whether they were there."""
-    home = cache_directory()
-    if home is None:
-        return make(), False
-    path = home / "features" / f"{kind}-{key}.npz"
-    if not fresh and (found := _load(path)) is not None:
+    name = f"{kind}-{key}.npz"
+    if not fresh and (found := _load(name)) is not None:
         return found, True
     arrays = make()
-    _save(path, arrays)
+    _save(name, arrays)
     return arrays, False
 
 
-def _load(path: Path) -> Arrays | None:
+def _load(name: str) -> Arrays | None:
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        os.utime(path)  # the oldest unused go first when room is needed
+        with cache_directory.open_file(cache_directory.trusted_directory(_INSIDE) / name) as file:
+            with np.load(file, allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+            os.utime(file.fileno())  # the oldest unused go first when room is needed
         return arrays
+    except cache_directory.UntrustedCache as error:
+        cache_directory.warn(error)
+        return None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 
 
-def _save(path: Path, arrays: Arrays) -> None:
-    temporary = None
+def _save(name: str, arrays: Arrays) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
+        path = cache_directory.make_directory(_INSIDE) / name
+        with cache_directory.writing(path) as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
-        os.replace(temporary, path)
         _make_room(path)
     except OSError as error:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-        log.debug("preprocessed data is not kept in %s: %s", path.parent, error)
+        log.debug("preprocessed data is not kept: %s", error)
 
 
 def _make_room(newest: Path) -> None:
