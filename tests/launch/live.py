@@ -52,6 +52,15 @@ def launch(
     )
 
 
+def lost_output(kind: str) -> int:
+    """A descriptor that takes nothing: its reader has gone (`| head -1`), or the disk is full."""
+    if kind == "full disk":
+        return os.open("/dev/full", os.O_WRONLY)
+    read, write = os.pipe()
+    os.close(read)
+    return write
+
+
 def reports(text: str) -> dict[int, dict[str, Any]]:
     """What each rank has reported, by rank; a process without a rank is 0."""
     found: dict[int, dict[str, Any]] = {}

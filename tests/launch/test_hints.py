@@ -31,6 +31,13 @@ def test_nested_squad_is_recognised(name: str, tmp_path: Path) -> None:
     assert "official nested form" in hints(KeyError("question"), ["--train_file", str(path)])[0]
 
 
+def test_nested_squad_is_not_blamed_for_other_failures(tmp_path: Path) -> None:
+    path = tmp_path / "dev.json"
+    path.write_text(json.dumps({"data": [{"paragraphs": []}]}))
+    assert hints(OSError("Illegal seek"), [str(path)]) == []
+    assert hints(KeyError("x"), ["train", "qa", "--train_file", str(path)], "stoker") == []
+
+
 def test_other_failures_get_no_line(tmp_path: Path) -> None:
     flat = tmp_path / "flat.json"
     flat.write_text(json.dumps({"data": [{"question": "?"}]}))

@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from live import HOSTILE, SCRIPTS, STOKER, environment, launch, reports, running
+from live import HOSTILE, SCRIPTS, STOKER, environment, launch, lost_output, reports, running
 
 RANK = str(SCRIPTS / "rank.py")
 TWO = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -166,6 +166,24 @@ def test_only_rank_0_shows_its_progress(tmp_path: Path) -> None:
     assert "2/3 of 0" in done.stderr
     assert "of 1" not in done.stderr
     assert "2/3 of 1" in (tmp_path / "rank_1.log").read_text()
+
+
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=TWO)])
+def test_output_that_nobody_takes_does_not_end_a_script(processes: str, tmp_path: Path) -> None:
+    script = tmp_path / "speak.py"
+    script.write_text(
+        "import os, sys\nfor _ in range(50): print('x' * 999, flush=True); print('y' * 999, file=sys.stderr)\n"
+        "open(f'end.{os.environ.get(\"RANK\", 0)}', 'w').close()\n"
+    )
+    words = [*STOKER, "launch", "-n", processes, "--no-compat", "--log-dir", "logs", "speak.py"]
+    out, err = lost_output("full disk"), lost_output("no reader")
+    done = subprocess.run(words, env=environment(), cwd=tmp_path, stdout=out, stderr=err, timeout=120, check=False)
+    os.close(out)
+    os.close(err)
+    assert done.returncode == 0
+    for rank in range(int(processes)):
+        assert (tmp_path / f"end.{rank}").exists()
+        assert (tmp_path / "logs" / f"rank_{rank}.log").stat().st_size == 100 * 1000  # the log has what the screen lost
 
 
 @TWO

@@ -82,6 +82,18 @@ def test_the_last_words_arrive_however_it_ends(how: str, code: int, tmp_path: Pa
     assert "[7]" not in log.read_text()
 
 
+def test_streams_can_be_reconfigured_where_the_output_is_a_file(tmp_path: Path) -> None:
+    script = (
+        SCRIPT + "\nfor stream in (sys.stdout, sys.stderr): stream.reconfigure(errors='replace')\nprint('still here')\n"
+    )
+    with open(tmp_path / "out", "w") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / "log"), "end"], stdout=out, stderr=out, check=False
+        )
+    assert done.returncode == 0
+    assert "still here" in (tmp_path / "log").read_text()
+
+
 def test_the_forwarder_is_no_child_of_the_rank(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "log"), "wait"], capture_output=True, text=True, check=True

@@ -384,3 +384,14 @@ def test_a_log_file_gets_plain_lines(bert: Path, squad: Path, tmp_path: Path) ->
     assert "\x1b" not in done.stderr
     assert "it/s" not in done.stderr
     assert len(done.stderr.splitlines()) < 15, done.stderr
+
+
+def test_a_reader_that_goes_away_does_not_end_training(bert: Path, squad: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stoker", *qa_command(bert, squad, tmp_path / "out", "--max_steps", "2")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()  # as `| head -1` does
+    assert process.wait(timeout=300) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "report.html").exists()

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from stoker import __version__
+from stoker import __version__, streams
 from stoker.cli.commands import COMMANDS, Command
 from stoker.errors import UserError
 
@@ -20,14 +20,14 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `stoker` with `argv` (the process's own without it) and returns its exit code."""
+    streams.keep_running(output=False)
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets a question mark, not a traceback.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        if sys.stdout is not None:  # closed by the caller: nothing to show, and nothing to fail on
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except UserError as error:
         print(f"stoker: {error}" if not str(error).startswith("stoker") else error, file=sys.stderr)
@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:  # `stoker ... | head`: the reader has seen enough
+        if streams.drops_output():  # then it was another pipe
+            raise
         _abandon_output()
         return 141
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from stoker import streams
 from stoker.cli.parsing import Parser
 from stoker.errors import UserError
 
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
         import transformers  # noqa: F401
     except ImportError:
         raise UserError("the demo needs transformers and accelerate: pip install 'stoker[demo]'") from None
+    streams.keep_running()
     from stoker.tasks.demo.run import DemoOptions, run_demo
 
     return run_demo(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stoker import streams
 from stoker.cli.parsing import did_you_mean
 from stoker.errors import UserError
 
@@ -122,6 +123,7 @@ def main(argv: list[str]) -> int:
         raise UserError("stoker train needs transformers and accelerate: pip install 'stoker[hf]'") from None
     if "--help-all" in rest:
         return _all_help(task)
+    streams.keep_running()
     if task == "qa":
         from stoker.tasks.qa.train import main as run
     else:

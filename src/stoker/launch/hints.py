@@ -19,7 +19,11 @@ _OFFLINE = (
 _HUB = ("huggingface_hub", "datasets", "evaluate", "requests", "httpx", "urllib3", "transformers")
 
 
-def hints(error: BaseException, arguments: Sequence[str]) -> list[str]:
+# What scripts raise when a file has not the columns they look for.
+_NO_SUCH_COLUMN = (KeyError, IndexError, ValueError, TypeError, AttributeError)
+
+
+def hints(error: BaseException, arguments: Sequence[str], script: str = "") -> list[str]:
     """What can be done instead, if anything is known."""
     found = []
     chain = list(_chain(error))
@@ -34,7 +38,8 @@ def hints(error: BaseException, arguments: Sequence[str]) -> list[str]:
             f"the script needs the package {missing} (`pip install {missing}`); `stoker train qa` and `stoker train classify` "
             "do without it"
         )
-    nested = next((word for word in arguments if _is_nested_squad(word)), None)
+    by_data = script != "stoker" and any(_is_about_data(one) for one in chain)  # `stoker train` reads nested files
+    nested = next((word for word in arguments if by_data and _is_nested_squad(word)), None)
     if nested is not None:
         found.append(
             f"{nested} is SQuAD in its official nested form; run_qa.py wants flat rows, `stoker train qa --train_file` reads both"
@@ -55,6 +60,10 @@ def _is_offline(error: BaseException) -> bool:
     if type(error).__name__ in _OFFLINE and (module in _HUB or module == "builtins"):
         return True
     return isinstance(error, OSError) and "huggingface.co" in str(error)
+
+
+def _is_about_data(error: BaseException) -> bool:
+    return isinstance(error, _NO_SUCH_COLUMN) or type(error).__module__.partition(".")[0] in ("datasets", "pyarrow")
 
 
 def _is_nested_squad(path: str) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from stoker import streams
 from stoker.errors import UserError
 from stoker.launch import failure, hosts
 from stoker.launch.guard import Lifelines
@@ -175,8 +176,8 @@ class _Watch:
             assert self._process.stdout is not None
             assert self._process.stderr is not None
             readers = [
-                threading.Thread(target=self._read, args=(self._process.stdout, sys.stdout.fileno()), daemon=True),
-                threading.Thread(target=self._read, args=(self._process.stderr, sys.stderr.fileno()), daemon=True),
+                threading.Thread(target=self._read, args=(self._process.stdout, 1), daemon=True),
+                threading.Thread(target=self._read, args=(self._process.stderr, 2), daemon=True),
             ]
             for reader in readers:
                 reader.start()
@@ -267,8 +268,5 @@ class _Watch:
 
 
 def _write(target: int, data: bytes) -> None:
-    while data:
-        try:
-            data = data[os.write(target, data) :]
-        except OSError:
-            return
+    if data:
+        streams.write(target, streams.progress_line(target).before(data) + data)

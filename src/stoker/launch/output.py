@@ -15,6 +15,9 @@ import time
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from stoker import streams
+from stoker.streams import ProgressLine
+
 __all__ = ["Lines", "attach"]
 
 _IDLE = 0.1
@@ -95,9 +98,8 @@ def attach(prefix: str, log: Path | None, *, progress: bool, fresh: bool = True,
         os.close(descriptor)
     if file is not None:
         file.close()
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        streams.replace(descriptor, name, line_buffering=True)
     return before
 
 
@@ -132,6 +134,7 @@ def _pump(
     sources: dict[int, int], end: int | None, file: BinaryIO | None, prefix: bytes, progress: bool, busy: Path | None
 ) -> None:
     lines = {source: Lines(prefix, progress) for source in sources}
+    screens = _screens(busy)
     ended: float | None = None
     while sources:
         watched = [*sources, end] if ended is None and end is not None else list(sources)
@@ -143,26 +146,35 @@ def _pump(
                     busy.with_stem("ended").touch()
         for source in list(sources):
             if source not in ready:
-                _show(sources[source], lines[source].pause())
+                _show(sources[source], lines[source].pause(), screens)
                 continue
             data = os.read(source, 65536)
             if file is not None and data:
                 with contextlib.suppress(OSError):  # a full disk must not end the training
                     file.write(data)
-            _show(sources[source], lines[source].feed(data) if data else lines[source].end())
+            _show(sources[source], lines[source].feed(data) if data else lines[source].end(), screens)
             if not data:
                 del sources[source]
         if ended is not None and not ready and time.monotonic() - ended > _PATIENCE:
             break  # something the rank started holds the pipe and says nothing
     for source, target in sources.items():
-        _show(target, lines[source].end())
+        _show(target, lines[source].end(), screens)
 
 
-def _show(target: int, data: bytes) -> None:
-    while data:
+def _screens(busy: Path | None) -> dict[int, ProgressLine]:
+    """The progress bar on the screen of either stream; it is rank 0's, and the lines of all ranks go around it."""
+    found = {}
+    for target in (1, 2):
         try:
-            data = data[os.write(target, data) :]
-        except InterruptedError:
+            status = os.fstat(target)
+        except OSError:
             continue
-        except OSError:  # nobody reads any more; the file goes on
-            return
+        shared = busy and busy.with_name(f"progress.{status.st_dev}.{status.st_ino}")
+        found[target] = ProgressLine(shared) if shared else streams.progress_line(target)
+    return found
+
+
+def _show(target: int, data: bytes, screens: dict[int, ProgressLine]) -> None:
+    if data:
+        line = screens.get(target)
+        streams.write(target, (line.before(data) if line else b"") + data)

@@ -23,6 +23,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from stoker import streams
 from stoker.errors import UserError
 from stoker.launch import allocators, binding, exchange, handover, hints, output
 from stoker.launch.environment import Rank, discover
@@ -38,6 +39,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(arguments: list[str]) -> NoReturn:
+    streams.keep_running()
     told = arguments
     if arguments[0] == handover.FLAG:
         told = _handed_over()
@@ -196,14 +198,14 @@ def _run(settings: Settings, rank: Rank | None, script: str, rest: list[str], sc
             text = f"there is no module {script!r} to run: {error}"
             print(f"stoker: {text}", file=sys.stderr)
             _end(settings, rank, 2, f"stoker: {text}\n", screen)
-        _fail(settings, rank, error, rest, screen)
+        _fail(settings, rank, error, [script, *rest], screen)
     except BaseException as error:
-        _fail(settings, rank, error, rest, screen)
+        _fail(settings, rank, error, [script, *rest], screen)
     _end(settings, rank, 0, None, screen)
 
 
-def _fail(settings: Settings, rank: Rank | None, error: BaseException, rest: list[str], screen: int) -> NoReturn:
-    text = _traceback(error) + "".join(f"stoker: {line}\n" for line in hints.hints(error, rest))
+def _fail(settings: Settings, rank: Rank | None, error: BaseException, words: list[str], screen: int) -> NoReturn:
+    text = _traceback(error) + "".join(f"stoker: {line}\n" for line in hints.hints(error, words[1:], words[0]))
     sys.stderr.write(text)
     _end(settings, rank, 1, text, screen)
 

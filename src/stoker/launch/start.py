@@ -7,6 +7,7 @@ import secrets
 import sys
 from dataclasses import replace
 
+from stoker import streams
 from stoker.errors import UserError
 from stoker.launch import config as configuration
 from stoker.launch import elastic, handover, hosts, mpi, resume
@@ -39,6 +40,7 @@ def start(options: Options) -> int:
         plan = planning.make(options, config, Machine.read(), os.environ)
         print(planning.show(plan, options, os.environ))
         return 0
+    streams.keep_running()
     plan = planning.make(options, config, Machine.read(), os.environ)
     for note in plan.notes:
         print(f"stoker: {note}", file=sys.stderr)

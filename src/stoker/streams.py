@@ -1,0 +1,160 @@
+"""Standard output and error of a process that must not end because of them.
+
+`keep_running` gives a process streams that drop what cannot be written: the reader has gone, the disk is full, the terminal
+was closed. Commands whose output is their result keep Python's own standard output, which reports such a loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import mmap
+import os
+import re
+import select
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = ["ProgressLine", "drops_output", "keep_running", "open_closed", "progress_line", "replace", "write"]
+
+_GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET)  # EIO: the terminal was closed
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class _Byte(Protocol):
+    def __getitem__(self, index: int, /) -> int: ...
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+
+
+class ProgressLine:
+    """Whether the last line on a screen is a progress bar, which the next line of text must not continue.
+
+    `shared` is a file through which processes that write to one screen tell each other.
+    """
+
+    def __init__(self, shared: Path | None = None) -> None:
+        self._drawn: _Byte = bytearray(1)
+        if shared is not None:
+            with contextlib.suppress(OSError, ValueError), open(shared, "a+b") as file:
+                os.ftruncate(file.fileno(), 1)
+                self._drawn = mmap.mmap(file.fileno(), 1)
+
+    def before(self, data: bytes) -> bytes:
+        """What to write before `data`: a line end, if `data` would continue the line of a progress bar."""
+        # Bars start with a carriage return, or move the cursor first.
+        end = b"\n" if self._drawn[0] and not data.startswith((b"\r", b"\n", b"\x1b")) else b""
+        breaks = data.replace(b"\r\n", b"\n")
+        last = max(breaks.rfind(b"\n"), breaks.rfind(b"\r"))
+        if last >= 0 or end:
+            rest = _ESCAPES.sub(b"", breaks[last + 1 :]).strip()
+            self._drawn[0] = int(bool(rest) and breaks[last : last + 1] == b"\r")
+        return end
+
+
+_lines: dict[tuple[int, int], ProgressLine] = {}
+
+
+def progress_line(descriptor: int) -> ProgressLine:
+    """The one of the screen or file that `descriptor` leads to; standard output and error often share it."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return ProgressLine()
+    return _lines.setdefault((found.st_dev, found.st_ino), ProgressLine())
+
+
+def write(descriptor: int, data: bytes | memoryview) -> None:
+    """Writes all of `data`, or drops what cannot be written."""
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:  # another program has made a shared terminal or pipe non-blocking
+            select.select([], [descriptor], [])
+        except OSError as error:
+            if error.errno in _GONE:
+                _lead_nowhere(descriptor)  # for everything else in this process that writes there, and what it starts
+            return
+
+
+def _lead_nowhere(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        if nowhere == descriptor:
+            os.set_inheritable(descriptor, True)
+            return
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+
+class _Descriptor(io.FileIO):
+    """Standard output or error. Unbuffered, so that a signal handler may print while something else does."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self.name = name
+        self._line = progress_line(descriptor)
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        descriptor = self.fileno()
+        if end := self._line.before(bytes(view)):
+            write(descriptor, end)
+        write(descriptor, view)
+        return len(view)
+
+    def seekable(self) -> bool:
+        return False  # a stream that has once asked for its position goes on asking, though a pipe has taken its place
+
+
+def open_closed() -> None:
+    """Where standard input, output or error is closed, it leads to /dev/null; the next file would take its number."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            _lead_nowhere(descriptor)
+        if getattr(sys, name) is None:
+            stream = open(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+def keep_running(*, output: bool = True) -> None:
+    """From now on, what this process cannot write to standard error, and to standard output if `output`, is dropped."""
+    open_closed()
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        if (output or name == "stderr") and not isinstance(_buffer(name), _Descriptor):
+            replace(descriptor, name)
+
+
+def drops_output() -> bool:
+    """Whether writing to standard output cannot fail."""
+    return isinstance(_buffer("stdout"), _Descriptor)
+
+
+def replace(descriptor: int, name: str, *, line_buffering: bool | None = None) -> None:
+    """A new stream in place of `sys.<name>`, if that is Python's own; needed once its descriptor leads elsewhere."""
+    before = getattr(sys, name)
+    try:
+        own = isinstance(before, io.TextIOWrapper) and before.fileno() == descriptor
+    except (OSError, ValueError):
+        own = False
+    if not own:  # somebody's own, such as a test's
+        return
+    with contextlib.suppress(OSError):
+        before.flush()
+    stream = io.TextIOWrapper(
+        _Descriptor(descriptor, f"<{name}>"),  # type: ignore[arg-type]  # as Python does itself under -u
+        encoding=before.encoding,
+        errors=before.errors,
+        line_buffering=before.line_buffering if line_buffering is None else line_buffering,
+        write_through=before.write_through,
+    )
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)
+
+
+def _buffer(name: str) -> Any:
+    return getattr(getattr(sys, name), "buffer", None)
