@@ -16,6 +16,7 @@ from torch import nn
 
 from stoker.machine import this_machine
 from stoker.machine.rates import Rates, known, raised
+from stoker.model.sequences import Positions
 
 __all__ = ["Meter", "Work", "training_flops"]
 
@@ -56,15 +57,13 @@ class Meter:
     """Operations per second that the machine was measured to reach; None if it was not measured."""
     padded_length: int | None = None
     """Length to which stock would pad every row; None: the longest of the batch."""
-    computes_padding: bool = False
-    """The model was left as it is, so that no padding is avoided."""
+    positions: Positions = field(default_factory=Positions)
+    """What the model's padding-free parts were given and computed; nothing of either if it has none."""
     tokens: int = 0
-    padded: int = 0
     rows: int = 0
     flops: float = 0.0
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     total_tokens: int = 0
-    total_padded: int = 0
     bf16: bool = False
     _looked_again: bool = False
     _since: float = field(default_factory=time.perf_counter)
@@ -87,7 +86,6 @@ class Meter:
             lengths = torch.full((ids.shape[0],), ids.shape[1])
         self.rows += ids.shape[0]
         self.tokens += int(lengths.sum())
-        self.padded += ids.shape[0] * (self.padded_length or ids.shape[1])
         self.flops += training_flops(self.work, lengths)
 
     def pause(self, seconds: float) -> None:
@@ -119,16 +117,16 @@ class Meter:
                 "tokens_per_second": round(self.tokens / seconds, 1),
                 "samples_per_second": round(self.rows / seconds, 2),
             }
-            if not self.computes_padding:
-                figures["padding_avoided"] = round(1.0 - self.tokens / max(self.padded, 1), 4)
+            if self.positions.given:
+                padded = self.rows * self.padded_length if self.padded_length else self.positions.given
+                figures["padding_avoided"] = round(1.0 - self.positions.computed / padded, 4)
             figures |= self._share(self.flops / seconds)
             known_phases = sum(value for name, value in self.phases.items() if name != "rest")
             self.phases["rest"] = max(seconds - known_phases, 0.0)
         self.total_tokens += self.tokens
-        self.total_padded += self.padded
         self.last_phases = dict(self.phases)
         self.phases = dict.fromkeys(PHASES, 0.0)
-        self.tokens = self.padded = self.rows = 0
+        self.tokens = self.rows = self.positions.given = self.positions.computed = 0
         self.flops = self._paused = 0.0
         self._since = time.perf_counter()
         return figures

@@ -34,6 +34,7 @@ from stoker.hf.publish import PublishingTrainer
 from stoker.hf.record import Recorder
 from stoker.hf.restart import Start, checkpoint_to_go_on_from, steps_that_keep_the_batch
 from stoker.hf.watch import Watch
+from stoker.model.sequences import counting
 
 __all__ = ["NonFiniteLoss", "Trainer"]
 
@@ -169,7 +170,8 @@ class Trainer(PublishingTrainer):
             return super().training_step(model, inputs, *args, **named)
         meter.batch(inputs)
         begin, forward = time.perf_counter(), meter.phases["forward"]
-        loss: torch.Tensor = super().training_step(model, inputs, *args, **named)
+        with counting(meter.positions):
+            loss: torch.Tensor = super().training_step(model, inputs, *args, **named)
         self.ranks.backward_ended()
         meter.phases["backward"] += time.perf_counter() - begin - (meter.phases["forward"] - forward)
         if getattr(self.args, "stop_on_nan", True) and not bool(torch.isfinite(loss).all()):
@@ -292,7 +294,6 @@ class Trainer(PublishingTrainer):
         self._meter = Meter.of(self.model, bf16=self.args.bf16) if self.model is not None else None
         if self._meter is not None:
             self._meter.padded_length = self.padded_length
-            self._meter.computes_padding = getattr(self.args, "use_ipex", None) is False
         self.recorder.begin(checkpoint, start.facts)
         self._due = self._over = False
         self._goes_on_from, self._asked = checkpoint, (trial, ignore_keys_for_eval)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stoker.model import precision
 from stoker.model.families import Family, find, transformers_major
-from stoker.model.sequences import Sequences, read_mask, serving
+from stoker.model.sequences import Sequences, count, read_mask, serving
 from stoker.model.swap import Optimized, child, named, plain, stock_class, transformed, unhooked
 
 __all__ = ["Door", "always_stock", "stock_calls"]
@@ -46,7 +46,10 @@ class Door(Optimized):
         sequences = self._sequences(call)
         if isinstance(sequences, str):
             _tell(self, sequences)
+            given = _positions(call)
+            count(given, given)
             return super().forward(*args, **kwargs)
+        count(sequences.batch * sequences.length, sequences.tokens)
         return_dict = call.pop("return_dict", getattr(self.config, "return_dict", True))
         # Precision inside is the door's business: layers cast for themselves, and what is left is small.
         with serving(sequences), torch.autocast("cpu", enabled=False):
@@ -112,6 +115,11 @@ class Door(Optimized):
             rest = (value for name, value in output.items() if name not in ("last_hidden_state", "pooler_output"))
             return (hidden, output.get("pooler_output"), *rest)
         return output.to_tuple()
+
+
+def _positions(call: dict[str, Any]) -> int:
+    tokens = call.get("input_ids", call.get("inputs_embeds"))
+    return tokens.shape[:2].numel() if isinstance(tokens, Tensor) else 0
 
 
 def _has_types(model: Any) -> bool:

@@ -18,7 +18,19 @@ from torch import Tensor
 
 from stoker.model.swap import transformed
 
-__all__ = ["Sequences", "current", "read_mask", "recomputed", "remember", "serving", "watched", "watching"]
+__all__ = [
+    "Positions",
+    "Sequences",
+    "count",
+    "counting",
+    "current",
+    "read_mask",
+    "recomputed",
+    "remember",
+    "serving",
+    "watched",
+    "watching",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -210,3 +222,31 @@ def watched() -> Iterator[None]:
 def watching() -> Sequences | None:
     seen = _WATCHED.get()
     return seen[0] if seen else None
+
+
+@dataclass
+class Positions:
+    """Positions of batches, padding included, that optimised base models were given, and how many of them were computed."""
+
+    given: int = 0
+    computed: int = 0
+
+
+_COUNT: ContextVar[Positions | None] = ContextVar("stoker_positions", default=None)
+
+
+@contextmanager
+def counting(positions: Positions) -> Iterator[None]:
+    """Within this block, calls of optimised base models are added to `positions`."""
+    token = _COUNT.set(positions)
+    try:
+        yield
+    finally:
+        _COUNT.reset(token)
+
+
+def count(given: int, computed: int) -> None:
+    """Tells whoever is `counting` of a call."""
+    if (positions := _COUNT.get()) is not None:
+        positions.given += given
+        positions.computed += computed
