@@ -23,6 +23,11 @@ from stoker.hf.secrets import without_secrets
         (["--tokenizer_name", "bert"], ["--tokenizer_name", "bert"], ["--tokenizer_name", "bert"]),
         (["train.py", "token", "--api_key", "k", "--x"], ["train.py", "token", "--api_key", "hidden", "--x"],
          ["train.py", "token", "--x"]),
+        (["-genv", "HF_TOKEN=x", "s.py"], ["-genv", "HF_TOKEN=hidden", "s.py"], ["s.py"]),
+        (["-genv", "WANDB_API_KEY", "x", "s.py"], ["-genv", "WANDB_API_KEY=hidden", "s.py"], ["s.py"]),
+        (["--genv=AWS_SECRET_ACCESS_KEY=x=y", "s.py"], ["--genv", "AWS_SECRET_ACCESS_KEY=hidden", "s.py"], ["s.py"]),
+        (["-genv", "TOKENIZERS_PARALLELISM=0", "-genv", "A", "b"], ["-genv", "TOKENIZERS_PARALLELISM=0", "-genv", "A", "b"],
+         ["-genv", "TOKENIZERS_PARALLELISM=0", "-genv", "A", "b"]),
     ],
 )  # fmt: skip
 def test_values_of_secret_options_are_hidden_or_left_out(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from stoker.cli import main
 from stoker.cli.launch import parse
 from stoker.errors import UserError
 from stoker.launch.config import Config
@@ -182,3 +183,21 @@ def test_placement_goes_along() -> None:
     again = parse(words[words.index("launch") + 1 :])
     for name in ("bind", "cores_per_process", "nodes", "efficiency", "oversubscribe", "prefix", "dynamo_backend"):
         assert getattr(again, name) == getattr(options, name)
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_a_secret_is_not_written_into_what_is_printed(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "--emit", kind, "--emit_image", "i", "-genv", "HF_TOKEN=x1y2z3", "-genv", "A=b", "s.py"]
+    assert main(words) == 0
+    printed, said = capsys.readouterr()
+    assert "x1y2z3" not in printed + said
+    assert "A=b" in printed
+    assert "-genv HF_TOKEN is left out" in said
+
+
+def test_a_dry_run_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--dry-run", "-genv", "HF_TOKEN=x1y2z3", "-genv", "A=b", __file__, "word"]) == 0
+    printed = capsys.readouterr().out
+    assert "x1y2z3" not in printed
+    assert "HF_TOKEN=hidden A=b" in printed
+    assert f"handed over by the environment: {__file__} word" in printed

@@ -18,7 +18,11 @@ TWO = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cor
 
 def test_one_process_is_this_process_with_all_cores(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*STOKER, "launch", RANK, *HOSTILE], env=environment(), stdout=subprocess.PIPE, text=True, cwd=tmp_path
+        [*STOKER, "launch", "-genv", "OWN=my secret", RANK, *HOSTILE],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
     )
     output = process.communicate(timeout=60)[0]
     report = reports(output)[0]
@@ -26,6 +30,8 @@ def test_one_process_is_this_process_with_all_cores(tmp_path: Path) -> None:
     assert report["pid"] == process.pid  # no fork
     assert report["argv"] == HOSTILE
     assert (report["name"], report["file"], report["path"]) == ("__main__", RANK, str(SCRIPTS))
+    assert report["OWN"] == "my secret"
+    assert "secret" not in report["cmdline"]  # any user may read it
     assert int(report["OMP_NUM_THREADS"]) == len(report["cores"]) > 0
     assert "[0]" not in output
     assert not list(tmp_path.iterdir())
@@ -96,13 +102,15 @@ def test_one_process_ends_as_python_would(what: str, code: int) -> None:
 
 @TWO
 def test_several_processes_have_ranks_cores_and_unchanged_arguments(tmp_path: Path) -> None:
-    done = launch("-n", "2", "--no-compat", "--log-dir", "logs", "-genv", "OWN", "a b", RANK, *HOSTILE, cwd=tmp_path)
+    own = ["-genv", "OWN", "my secret"]
+    done = launch("-n", "2", "--no-compat", "--log-dir", "logs", *own, RANK, *HOSTILE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = reports(done.stdout)
     assert set(found) == {0, 1}
     for rank, report in found.items():
         assert report["argv"] == HOSTILE
-        assert (report["WORLD_SIZE"], report["LOCAL_WORLD_SIZE"], report["OWN"]) == ("2", "2", "a b")
+        assert (report["WORLD_SIZE"], report["LOCAL_WORLD_SIZE"], report["OWN"]) == ("2", "2", "my secret")
+        assert "secret" not in report["cmdline"]
         assert f"[{rank}] REPORT" in done.stdout
         assert reports((tmp_path / "logs" / f"rank_{rank}.log").read_text()) == {rank: report}
     assert not set(found[0]["cores"]) & set(found[1]["cores"])

@@ -1,23 +1,35 @@
-"""Tokens and passwords on a command line: what is kept of a command, and may be published, does not hold them."""
+"""Tokens and passwords on a command line and in variables: what is kept, shown or published of a command does not hold them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-__all__ = ["HIDDEN", "without_secrets"]
+__all__ = ["HIDDEN", "is_secret", "without_secrets"]
 
 HIDDEN = "hidden"
 _SECRET = re.compile(r"--(\w+_)?(token|password|secret|api_key)")
+_SECRET_VARIABLE = re.compile(
+    r"(.*_)?(token|password|passwd|secret|credentials?|api_?key|access_key|private_key)(_.*)?", re.IGNORECASE
+)
+_SET_VARIABLE = ("-genv", "--genv")
+
+
+def is_secret(variable: str) -> bool:
+    """Whether the name of an environment variable says that its value is a secret: HF_TOKEN, WANDB_API_KEY, ..."""
+    return _SECRET_VARIABLE.fullmatch(variable) is not None
 
 
 def without_secrets(words: Sequence[str], instead: str | None = HIDDEN) -> list[str]:
-    """`words` with `instead` for the value of each secret option; None leaves such an option out."""
+    """`words` with `instead` for the value of each secret option or variable; None leaves such an option out."""
     kept: list[str] = []
     value_follows = False
-    for word in words:
-        option, equals, _ = word.partition("=")
-        if _SECRET.fullmatch(option.replace("-", "_").replace("__", "--", 1)):
+    rest = iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if option in _SET_VARIABLE:
+            kept += _without_secret_variable(option, value if equals else None, rest, instead)
+        elif _SECRET.fullmatch(option.replace("-", "_").replace("__", "--", 1)):
             value_follows = not equals
             kept += [] if instead is None else [f"{option}={instead}" if equals else option]
         elif value_follows and not word.startswith("--"):
@@ -27,3 +39,15 @@ def without_secrets(words: Sequence[str], instead: str | None = HIDDEN) -> list[
             value_follows = False
             kept.append(word)
     return kept
+
+
+def _without_secret_variable(option: str, given: str | None, rest: Iterator[str], instead: str | None) -> list[str]:
+    """`-genv NAME=VALUE`, `-genv NAME VALUE` or `-genv=NAME=VALUE`, as `stoker launch` reads them."""
+    value = next(rest, None) if given is None else given
+    if value is None:
+        return [option]
+    name, equals, _ = value.partition("=")
+    more = [next(rest, "")] if not equals else []
+    if not is_secret(name):
+        return [option, value, *more] if given is None else [f"{option}={value}", *more]
+    return [] if instead is None else [option, f"{name}={instead}"]

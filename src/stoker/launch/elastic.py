@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.errors import UserError
-from stoker.launch import failure
+from stoker.launch import failure, handover
 from stoker.launch.job import Job, listen
 from stoker.launch.settings import Settings
 
@@ -81,9 +81,10 @@ def _run_agent(
         "shutdown_timeout": job.grace,
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    command = ["-m", "stoker.launch.run", sent.to_word(), script, *words]
+    command, carried = handover.rank_command(sent, script, words)
+    os.environ.update(carried)  # the agent has no other way to give its ranks variables
     try:
-        elastic_launch(LaunchConfig(**{k: v for k, v in config.items() if k in known}), sys.executable)(*command)
+        elastic_launch(LaunchConfig(**{k: v for k, v in config.items() if k in known}), command[0])(*command[1:])
         meeting.leave()
         return 0
     except ChildFailedError as error:

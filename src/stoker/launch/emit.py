@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from stoker.errors import UserError
+from stoker.hf.secrets import is_secret
 from stoker.launch.config import Config
 from stoker.launch.options import Options
 from stoker.launch.plan import counts
@@ -57,7 +58,7 @@ def _words(options: Options, config: Config) -> list[str]:
     words += ["--use-e-cores"] * options.efficiency + ["--oversubscribe"] * options.oversubscribe
     words += ["--no-prefix"] * (not options.prefix)
     for name, value in options.genv:
-        words += ["-genv", f"{name}={value}"]
+        words += ["-genv", f"{name}={value}"] if not is_secret(name) else []
     return words
 
 

@@ -1,8 +1,9 @@
-"""How settings, script and arguments reach a rank that mpirun or srun starts: in the environment, not on the command line.
+"""How settings, script and arguments reach a rank: under mpirun and srun in the environment, not on the command line.
 
 Both take a `:` on the command line for the start of another program, whoever wrote it there. The environment also keeps the
 arguments from other users of the machine, who may read every command line. What is carried is letters and digits only, in
-pieces that a single variable can hold, so that no launcher has anything to interpret.
+pieces that a single variable can hold, so that no launcher has anything to interpret. Other ranks, too, get them so if
+`-genv` sets variables, which may be secret.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import binascii
 import json
 import os
 import re
+import secrets
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from stoker.errors import UserError
+from stoker.launch.settings import Settings
 
-__all__ = ["FLAG", "command", "take", "variables"]
+__all__ = ["FLAG", "command", "rank_command", "take", "variables"]
 
 FLAG = "--handed-over"
 """Stands where the settings would stand on the command line of a rank; the name of the job follows."""
@@ -26,6 +29,14 @@ _PIECE = 96 * 1024
 """Linux takes at most 128 KiB for one variable."""
 _LIMIT = 1 << 20
 """Characters in all. This much arrives with Intel MPI, MPICH and Open MPI, and leaves room under Linux' usual 2 MiB."""
+
+
+def rank_command(settings: Settings, script: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The command of a rank that this process becomes or starts itself, and the variables it needs."""
+    words = [settings.to_word(), script, *arguments]
+    if not settings.environment:
+        return [sys.executable, "-m", "stoker.launch.run", *words], {}
+    return command(secrets.token_hex(8), script), variables(words)
 
 
 def command(job: str, script: str) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import socket
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from stoker.errors import UserError
+from stoker.hf.secrets import HIDDEN, is_secret
 from stoker.launch import binding, handover, hostfile, mpi, network
 from stoker.launch.config import Config
 from stoker.launch.hostfile import Host
@@ -17,7 +17,7 @@ from stoker.launch.placement import Placement
 from stoker.launch.settings import Settings
 from stoker.machine import Machine
 
-__all__ = ["Plan", "PlannedRank", "counts", "handed_over", "launch_command", "make", "program", "settings_for", "show",
+__all__ = ["Plan", "PlannedRank", "counts", "handed_over", "launch_command", "make", "settings_for", "show",
            "srun_command"]  # fmt: skip
 
 
@@ -229,13 +229,8 @@ def _ranks(
     )
 
 
-def program(plan: Plan, script: str, arguments: list[str]) -> list[str]:
-    """The command of one rank."""
-    return [sys.executable, "-m", "stoker.launch.run", plan.settings.to_word(), script, *arguments]
-
-
 def handed_over(plan: Plan, options: Options) -> dict[str, str]:
-    """The variables by which the ranks of mpirun and srun get what `program` has on the command line."""
+    """The variables by which the ranks of mpirun and srun get what others have on the command line."""
     return handover.variables([plan.settings.to_word(), options.script, *options.arguments])
 
 
@@ -256,9 +251,10 @@ def show(plan: Plan, options: Options, environment: Mapping[str, str]) -> str:
                 f"  memory   {'node ' + binding.ranges(share.nodes) if share.nodes else 'not bound (one NUMA node)'}"
             )
             lines.append(f"  threads  {share.threads}")
-        variables = {**rank_variables(plan, planned), **dict(plan.settings.environment)}
+        given = {name: HIDDEN if is_secret(name) else value for name, value in plan.settings.environment}
+        variables = {**rank_variables(plan, planned), **given}
         lines.append("  environment  " + " ".join(f"{key}={shlex.quote(value)}" for key, value in variables.items()))
-    if plan.mpirun is not None or plan.launcher == "slurm":
+    if plan.mpirun is not None or plan.launcher == "slurm" or plan.settings.environment:
         lines.append("handed over by the environment: " + shlex.join([options.script, *options.arguments]))
     lines.append("command: " + shlex.join(launch_command(plan, options, environment)))
     return "\n".join(lines)
@@ -281,9 +277,8 @@ def rank_variables(plan: Plan, planned: PlannedRank) -> dict[str, str]:
 
 
 def launch_command(plan: Plan, options: Options, environment: Mapping[str, str]) -> list[str]:
-    words = program(plan, options.script, options.arguments)
     if plan.mpirun is None and plan.launcher != "slurm":
-        return words
+        return handover.rank_command(plan.settings, options.script, options.arguments)[0]
     carried = handed_over(plan, options)
     words = handover.command("JOB", options.script)
     if plan.mpirun is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 
 from stoker import streams
 from stoker.errors import UserError
+from stoker.hf.secrets import is_secret
 from stoker.launch import config as configuration
 from stoker.launch import elastic, handover, hosts, mpi, resume
 from stoker.launch import plan as planning
@@ -26,6 +28,12 @@ def start(options: Options) -> int:
     if options.emit:
         from stoker.launch.emit import emit
 
+        for name in [name for name, _ in options.genv if is_secret(name)]:
+            print(
+                f"stoker: -genv {name} is left out, because others may read what is printed here; export it before sbatch, or "
+                "add a Kubernetes Secret",
+                file=sys.stderr,
+            )
         print(emit(options, config), end="")
         return 0
     rank = discover(os.environ)
@@ -45,7 +53,7 @@ def start(options: Options) -> int:
     for note in plan.notes:
         print(f"stoker: {note}", file=sys.stderr)
     if plan.launcher == "single":
-        return _become(planning.program(plan, options.script, options.arguments))
+        return _become(*handover.rank_command(plan.settings, options.script, options.arguments))
     if plan.launcher == "slurm":
         return _slurm(plan, options)
     if plan.mpirun is not None:
@@ -93,16 +101,14 @@ def _inside(options: Options, config: configuration.Config, rank: Rank) -> int:
         if rank.rank == 0:
             print(f"launcher: {rank.launcher}, already running; {rank.size} processes, this is rank {rank.rank}")
         return 0
-    settings = replace(settings, several=True)
-    words = [sys.executable, "-m", "stoker.launch.run", settings.to_word(), options.script, *options.arguments]
-    return _become(words)
+    return _become(*handover.rank_command(replace(settings, several=True), options.script, options.arguments))
 
 
-def _become(words: list[str]) -> int:
+def _become(words: list[str], carried: Mapping[str, str]) -> int:
     """The script's process is this one: same pid, same parent, no fork."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(words[0], words)
+    os.execve(words[0], words, {**os.environ, **carried})
 
 
 def _mpirun(plan: planning.Plan, options: Options) -> int:
@@ -135,6 +141,5 @@ def _slurm(plan: planning.Plan, options: Options) -> int:
         raise UserError("this is a Slurm allocation, but there is no srun on PATH")
     told = replace(plan, settings=replace(plan.settings, several=True))
     carried = planning.handed_over(told, options)
-    os.environ.update(carried)
     words = planning.srun_command(told, handover.command(secrets.token_hex(8), options.script), carried, os.environ)
-    return _become([srun, *words[1:]])
+    return _become([srun, *words[1:]], carried)

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "OWN")
 found = {
@@ -14,6 +15,7 @@ found = {
     "name": __name__,
     "pid": os.getpid(),
     "path": sys.path[0],
+    "cmdline": Path("/proc/self/cmdline").read_text(errors="replace"),
     **{name: os.environ.get(name) for name in NAMES},
 }
 print("REPORT " + json.dumps(found), flush=True)
