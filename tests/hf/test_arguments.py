@@ -123,3 +123,15 @@ def test_ddp_timeout_reaches_the_process_group(tmp_path: Path) -> None:
                    "MASTER_PORT": "29871", "OMP_NUM_THREADS": "1"}  # fmt: skip
     done = subprocess.run([sys.executable, "-c", TIMEOUT], env=environment, capture_output=True, text=True, timeout=200)
     assert "seconds 77.0 1" in done.stdout, done.stderr[-1500:]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_no_number_may_be_infinite_or_nan(value: float, tmp_path: Path) -> None:
+    """In scripts of any kind, which read their command line by transformers' own parser."""
+    numbers = [one.name for one in dataclasses.fields(TrainingArguments) if isinstance(one.default, float)]
+    assert {"learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "num_train_epochs"} <= set(numbers)
+    for name in [*numbers, "warmup_ratio", "neftune_noise_alpha", "local_sgd_outer_lr"]:
+        with pytest.raises(ValueError, match=rf"{name} is .*; it must be a finite number"):
+            TrainingArguments(str(tmp_path), **{name: value})
+    with pytest.raises(ValueError, match="learning_rate is"):
+        parse("--output_dir", str(tmp_path), f"--learning_rate={value}")

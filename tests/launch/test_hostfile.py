@@ -55,7 +55,7 @@ def test_an_empty_or_missing_hostfile_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "h").write_text("# nothing\n")
     with pytest.raises(UserError, match="names no host"):
         read(str(tmp_path / "h"))
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match="does not exist"):
         read(str(tmp_path / "nowhere"))
 
 

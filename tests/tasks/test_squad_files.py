@@ -172,7 +172,7 @@ def test_a_wrong_offset_does_not_matter_for_evaluation(tmp_path: Path) -> None:
         ("d.json", b'{"data": [', "is not JSON: .* line 1, column 11"),
         ("d.json", '{"data": "é"}'.encode("latin-1"), "is not UTF-8: byte 10 is 0xe9"),
         ("d.json", b'{"rows": []}', "neither a list of rows"),
-        ("d.json.gz", b"not gzip", "is not a whole gzip file"),
+        ("d.json.gz", b"not gzip", "it is not a whole gzip file"),
         ("d.txt", b"", "is of no known kind"),
         ("d.csv", b"", "is empty; its first line should name the columns"),
         ("d.csv", "question,context\n".encode("utf-16"), "is not UTF-8: its first line cannot be read"),
@@ -200,7 +200,7 @@ def test_rows_in_a_wrong_encoding_are_counted_in_lines_and_tables(
 
 
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no file"):
+    with pytest.raises(UserError, match="does not exist"):
         read_questions(tmp_path / "none.json", training=True)
 
 

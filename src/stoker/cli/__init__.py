@@ -41,11 +41,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         _abandon_output()
         return 141
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in _LIMITS:
             raise
-        print(f"stoker: no space left to write {error.filename or 'the output'}", file=sys.stderr)
+        sentence, code = _LIMITS[error.errno]
+        print(f"stoker: {sentence.format(error.filename or 'the output')}", file=sys.stderr)
         _abandon_output()
-        return 1
+        return code
+
+
+_LIMITS = {
+    errno.ENOSPC: ("no space left to write {}", 1),
+    errno.EDQUOT: ("your share of the disk (quota) leaves no space to write {}", 1),
+    errno.EFBIG: ("{} would be larger than files may be here; raise the limit (ulimit -f)", 2),
+    errno.E2BIG: ("arguments and environment are longer than this system takes; write the arguments to a file", 2),
+}
+"""Limits of the system: what happened, and the exit code."""
 
 
 def _abandon_output() -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from stoker.cli.parsing import Parser
+from stoker.cli import parsing
 from stoker.errors import UserError
+from stoker.user_files import MIB, read_text
 
 if TYPE_CHECKING:
     from stoker.tasks.qa.ask import Asker
 
 __all__ = ["main"]
 
+_TEXT = 16 * MIB
+"""Bytes of a text to answer from; the works of Shakespeare have 6."""
 _EXAMPLES = """examples:
   stoker ask --model out/squad --text "Ada wrote the letter." --question "Who wrote the letter?"
   stoker ask --model out/squad --file letter.txt              asks you for questions
@@ -25,17 +27,23 @@ _EXAMPLES = """examples:
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser("ask", "answer a question about a text with a model made by `stoker train qa`", examples=_EXAMPLES)
+    parser = parsing.Parser(
+        "ask", "answer a question about a text with a model made by `stoker train qa`", examples=_EXAMPLES
+    )
     parser.add_argument(
-        "--model", required=True, metavar="DIR", help="folder or hub name of a question-answering model"
+        "--model",
+        required=True,
+        type=parsing.path,
+        metavar="DIR",
+        help="folder or hub name of a question-answering model",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", help="the text to answer from")
-    source.add_argument("--file", metavar="FILE", help="a file with the text; - for standard input")
+    source.add_argument("--file", type=parsing.path, metavar="FILE", help="a file with the text; - for standard input")
     parser.add_argument("--question", help="the question; without it, you are asked for questions until an empty line")
     parser.add_argument("--no-answer", action="store_true", help="allow the answer that the text does not say")
     parser.add_argument(
-        "--max-seq-length", type=int, default=384, metavar="N", help="window over long texts, in tokens"
+        "--max-seq-length", type=parsing.count, default=384, metavar="N", help="window over long texts, in tokens"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
@@ -55,12 +63,17 @@ def main(argv: list[str]) -> int:
 
 
 def _read(name: str) -> str:
+    if name != "-":
+        return read_text(name, "--file", limit=_TEXT)
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        text = sys.stdin.read(_TEXT + 1)
     except UnicodeDecodeError as error:
-        raise UserError(f"--file {name} is not UTF-8 text (byte {error.start})") from None
+        raise UserError(f"--file - is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
-        raise UserError(f"--file {name} cannot be read: {error.strerror}") from None
+        raise UserError(f"--file - cannot be read: {error.strerror}") from None
+    if len(text) > _TEXT:
+        raise UserError(f"--file - is longer than {_TEXT / 1e6:.0f} MB")
+    return text
 
 
 def _converse(asker: Asker, text: str, options: object) -> int:

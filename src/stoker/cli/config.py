@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from stoker.cli.parsing import Parser
+from stoker.cli import parsing
 from stoker.errors import UserError
 from stoker.launch import config as configuration
 from stoker.launch import migrate
@@ -41,8 +41,13 @@ def main(argv: list[str]) -> int:
 
 
 def _ask(argv: list[str]) -> int:
-    parser = Parser("config", "answer a few questions once, and launch by them", examples=_EXAMPLES)
-    parser.add_argument("--config_file", metavar="FILE", help=f"where to write; without it {configuration.own_path()}")
+    parser = parsing.Parser("config", "answer a few questions once, and launch by them", examples=_EXAMPLES)
+    parser.add_argument(
+        "--config_file",
+        type=parsing.path,
+        metavar="FILE",
+        help=f"where to write; without it {configuration.own_path()}",
+    )
     parser.add_argument("--yes", action="store_true", help="ask nothing: take what the flags and the machine say")
     answers = parser.add_argument_group("answers")
     for question in QUESTIONS:
@@ -103,8 +108,8 @@ def _found(path: str | None) -> Path:
 
 
 def _show(argv: list[str]) -> int:
-    parser = Parser("config show", "what a launch would read")
-    parser.add_argument("file", nargs="?", help="without it, the default file")
+    parser = parsing.Parser("config show", "what a launch would read")
+    parser.add_argument("file", nargs="?", type=parsing.path, help="without it, the default file")
     path = _found(parser.parse_args(argv).file)
     config = configuration.Config.read(path)
     print(f"# {path}")
@@ -115,8 +120,8 @@ def _show(argv: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> int:
-    parser = Parser("config check", "what does not fit together in a config file, or not with this machine")
-    parser.add_argument("file", nargs="?", help="without it, the default file")
+    parser = parsing.Parser("config check", "what does not fit together in a config file, or not with this machine")
+    parser.add_argument("file", nargs="?", type=parsing.path, help="without it, the default file")
     path = _found(parser.parse_args(argv).file)
     findings = check(configuration.Config.read(path), Machine.read())
     for finding in findings:
@@ -127,11 +132,17 @@ def _check(argv: list[str]) -> int:
 
 
 def _migrate(argv: list[str]) -> int:
-    parser = Parser(
+    parser = parsing.Parser(
         "config migrate", "explain each retired key of an old file, and write one that today's accelerate takes too"
     )
-    parser.add_argument("file", metavar="OLD.yaml")
-    parser.add_argument("-o", "--output", metavar="NEW.yaml", help="without it, beside the old one: OLD.migrated.yaml")
+    parser.add_argument("file", type=parsing.path, metavar="OLD.yaml")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=parsing.path,
+        metavar="NEW.yaml",
+        help="without it, beside the old one: OLD.migrated.yaml",
+    )
     options = parser.parse_args(argv)
     old = configuration.load(options.file)
     config = configuration.Config.from_mapping(old, options.file)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from stoker import __version__
-from stoker.cli.parsing import Parser
+from stoker.cli import parsing
 from stoker.errors import UserError
 from stoker.machine import Machine, load, page, rates, software
 from stoker.machine.peak import peak_gflops
@@ -34,11 +34,13 @@ _EXAMPLES = """examples:
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser("doctor", "what this computer can do, and what holds it back", examples=_EXAMPLES)
+    parser = parsing.Parser("doctor", "what this computer can do, and what holds it back", examples=_EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a page")
     parser.add_argument("--fresh", action="store_true", help="measure the rates again instead of using the kept ones")
     parser.add_argument("--no-rates", action="store_true", help="measure nothing")
-    parser.add_argument("--root", default="/", metavar="DIR", help="read a copy of another machine's /proc and /sys")
+    parser.add_argument(
+        "--root", default="/", type=parsing.path, metavar="DIR", help="read a copy of another machine's /proc and /sys"
+    )
     options = parser.parse_args(argv)
     if options.fresh and options.no_rates:
         raise UserError("--fresh and --no-rates contradict each other; leave one of them out")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 import shlex
 from typing import Any
 
-from stoker.cli.parsing import Parser
+from stoker.cli import parsing
 from stoker.comm.words import COMPRESSIONS, check_words
 from stoker.errors import UserError
 from stoker.launch import allocators
@@ -126,58 +124,96 @@ _WITHOUT_EFFECT = {
 }
 
 
-def build_parser() -> Parser:
-    parser = Parser("launch", "run a script on the CPUs of this machine, or of many", examples=_EXAMPLES)
+def build_parser() -> parsing.Parser:
+    parser = parsing.Parser("launch", "run a script on the CPUs of this machine, or of many", examples=_EXAMPLES)
     parser.usage = "stoker launch [options] script.py [script arguments]"
     everyone = parser.add_argument_group("for everyone")
     _add(everyone, "-m", "--module", action="store_true", help="the script is a module name, as in python -m")
-    _add(everyone, "--config_file", metavar="FILE", help="made by `stoker config` or `accelerate config`, of any age")
+    _add(
+        everyone,
+        "--config_file",
+        type=parsing.path,
+        metavar="FILE",
+        help="made by `stoker config` or `accelerate config`, of any age",
+    )
     _add(everyone, "--mixed_precision", choices=PRECISIONS, help="what Accelerator() uses; bf16 works on every CPU")
     _add(everyone, "--ipex", action="store_true", default=None, help="Stoker's optimisations; on unless --no-ipex")
     _add(everyone, "--no_ipex", action="store_false", dest="ipex", help="leave models and optimizers as they are")
     _add(everyone, "--no_compat", action="store_true", help="install no hooks at all: retired words stay retired")
-    _add(everyone, "--log_dir", metavar="DIR", help="one file per rank in DIR, beside the screen")
+    _add(everyone, "--log_dir", type=parsing.path, metavar="DIR", help="one file per rank in DIR, beside the screen")
     _add(
         everyone,
         "--dry_run",
         action="store_true",
         help="print ranks, cores, threads, environment and command; run nothing",
     )
-    _add(everyone, "--num_cpu_threads_per_process", type=_count, metavar="N", help="threads; without it, one per core")
+    _add(
+        everyone,
+        "--num_cpu_threads_per_process",
+        type=parsing.count,
+        metavar="N",
+        help="threads; without it, one per core",
+    )
     _add(everyone, "--cpu", action="store_true", help="as accelerate has it; this is always the CPU")
 
     several = parser.add_argument_group("for several processes")
-    _add(several, "-n", "-np", "--num_processes", type=_count, metavar="N", help="processes on all machines together")
+    _add(
+        several,
+        "-n",
+        "-np",
+        "--num_processes",
+        type=parsing.count,
+        metavar="N",
+        help="processes on all machines together",
+    )
     _add(
         several,
         "-ppn",
         "-perhost",
         "--nprocs_per_node",
-        type=_count,
+        type=parsing.count,
         dest="ppn",
         metavar="N",
         help="processes per machine",
     )
     _add(several, "--launcher", choices=LAUNCHERS, help="auto: mpirun with a hostfile, else torchrun's elastic agent")
     _add(several, "--backend", choices=("gloo", "ccl", "mpi"), help="what Accelerator() communicates with")
-    _add(several, "--max_restarts", type=_whole, metavar="N", help="start all again after a failure, so often")
+    _add(several, "--max_restarts", type=parsing.whole, metavar="N", help="start all again after a failure, so often")
     _add(several, "--gradient_compression", choices=COMPRESSIONS, help="how gradients travel; bf16 halves the bytes")
-    _add(several, "--local_sgd", type=_whole, metavar="K", help="average weights every K steps, not gradients at each")
-    _add(several, "--local_sgd_outer_lr", type=_number, metavar="X", help="of the averages (1.0; DiLoCo: 0.7)")
-    _add(several, "--local_sgd_outer_momentum", type=_number, metavar="X", help="of the averages (0.0; DiLoCo: 0.9)")
+    _add(
+        several,
+        "--local_sgd",
+        type=parsing.whole,
+        metavar="K",
+        help="average weights every K steps, not gradients at each",
+    )
+    _add(several, "--local_sgd_outer_lr", type=parsing.number, metavar="X", help="of the averages (1.0; DiLoCo: 0.7)")
+    _add(
+        several,
+        "--local_sgd_outer_momentum",
+        type=parsing.number,
+        metavar="X",
+        help="of the averages (0.0; DiLoCo: 0.9)",
+    )
     _add(several, "--oversubscribe", action="store_true", help="allow more threads than cores")
     _add(several, "--no_prefix", action="store_true", help="no [rank] before each line")
 
     machines = parser.add_argument_group("for several machines")
     _add(machines, "-f", "-hostfile", "-machinefile", "--hostfile", "--mpirun_hostfile", dest="mpirun_hostfile",
-         metavar="FILE", help="hosts for mpirun: one per line, optionally :N or slots=N")  # fmt: skip
+         type=parsing.path, metavar="FILE", help="hosts for mpirun: one per line, optionally :N or slots=N")  # fmt: skip
     _add(machines, "--num_machines", "--nnodes", type=_machines, dest="num_machines", metavar="N",
          help="without a hostfile; 2:4 goes on with what is left, down to 2")  # fmt: skip
     _add(
-        machines, "--machine_rank", "--node_rank", type=_whole, dest="machine_rank", metavar="N", help="0 is the first"
+        machines,
+        "--machine_rank",
+        "--node_rank",
+        type=parsing.whole,
+        dest="machine_rank",
+        metavar="N",
+        help="0 is the first",
     )
     _add(machines, "--main_process_ip", "--master_addr", dest="main_process_ip", metavar="HOST", help="of machine 0")
-    _add(machines, "--main_process_port", "--master_port", type=_port, dest="main_process_port", metavar="PORT",
+    _add(machines, "--main_process_port", "--master_port", type=parsing.port, dest="main_process_port", metavar="PORT",
          help="free on machine 0")  # fmt: skip
     _add(
         machines,
@@ -189,7 +225,7 @@ def build_parser() -> Parser:
     _add(
         machines,
         "--rdzv_timeout",
-        type=_seconds,
+        type=parsing.seconds,
         default=600.0,
         metavar="S",
         help="how long machines wait for each other",
@@ -203,8 +239,8 @@ def build_parser() -> Parser:
         _add(machines, f"--emit_{name}", metavar=name.upper(), help=text)
 
     placing = parser.add_argument_group("placement, by the words of ipexrun")
-    _add(placing, "--ninstances", type=_count, metavar="N", help="processes per machine")
-    _add(placing, "--ncores_per_instance", type=_count, metavar="N", help="cores per process")
+    _add(placing, "--ninstances", type=parsing.count, metavar="N", help="processes per machine")
+    _add(placing, "--ncores_per_instance", type=parsing.count, metavar="N", help="cores per process")
     _add(placing, "--nodes_list", metavar="LIST", help="NUMA nodes to use, such as 0,1")
     _add(placing, "--use_logical_cores", action="store_true", help="use SMT siblings too")
     _add(placing, "--use_e_cores", action="store_true", help="use the efficiency cores of a hybrid CPU too")
@@ -216,7 +252,7 @@ def build_parser() -> Parser:
         help="own placement, the launcher's, or none",
     )
     _add(placing, "--memory_allocator", choices=allocators.ALLOCATORS, default="default", help="preload this malloc")
-    _add(placing, "--mpirun_ccl", "--ccl_worker_count", type=_whole, dest="mpirun_ccl", metavar="N",
+    _add(placing, "--mpirun_ccl", "--ccl_worker_count", type=parsing.whole, dest="mpirun_ccl", metavar="N",
          help="cores per process to keep for communication workers")  # fmt: skip
 
     mpi = parser.add_argument_group("for mpirun")
@@ -257,7 +293,7 @@ def _add(parser: Any, *names: str, **rest: Any) -> None:
             parser._option_string_actions.setdefault(name.replace("_", "-"), action)
 
 
-def _split(parser: Parser, argv: list[str]) -> tuple[list[str], str | None, list[str]]:
+def _split(parser: parsing.Parser, argv: list[str]) -> tuple[list[str], str | None, list[str]]:
     """Options, script, script arguments. argparse would look into the script's arguments for its own."""
     takes = {name: action.nargs != 0 for name, action in parser._option_string_actions.items()}
     head: list[str] = []
@@ -282,52 +318,22 @@ def _first(words: list[str]) -> tuple[str | None, list[str]]:
     return (words[0], words[1:]) if words else (None, [])
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
 def _machines(text: str) -> tuple[int | None, int]:
     """`4`, or the least and the most, `2:4`."""
     least, colon, most = text.rpartition(":")
     if not colon:
-        return None, _count(most)
-    if _count(least) > _count(most):
+        return None, parsing.count(most)
+    fewest, all_of_them = parsing.count(least), parsing.count(most)
+    if fewest > all_of_them:
         raise argparse.ArgumentTypeError(
             f"{text!r} has the larger number first; write the least and the most, such as 1:2"
         )
-    return (int(least), int(most)) if least != most else (None, int(most))
+    return (fewest, all_of_them) if fewest < all_of_them else (None, all_of_them)
 
 
 def _endpoint(text: str) -> tuple[str, int | None]:
     host, colon, port = text.rpartition(":")
-    return (host.strip("[]"), _port(port)) if colon and port.isdecimal() else (text.strip("[]"), None)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if math.isfinite(number := float(text)):
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-
-
-def _seconds(text: str) -> float:
-    if (seconds := _number(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
+    return (host.strip("[]"), parsing.port(port)) if colon and port.isdecimal() else (text.strip("[]"), None)
 
 
 def _shell_words(text: str) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""argparse with the manners of this house: a mistake is answered by one sentence, with the word probably meant."""
+"""argparse with the manners of this house: a mistake is answered by one sentence, with the word probably meant.
+
+The types of options are here too, so that a number or a path means the same in every command.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,19 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from stoker.errors import UserError
+from stoker.numbers import finite_number, whole_number
+from stoker.option_values import StrictValues
 
-__all__ = ["Parser", "did_you_mean"]
+__all__ = ["MOST", "Parser", "amount", "count", "did_you_mean", "many", "number", "path", "port", "seconds", "whole"]
+
+MOST = 65536
+"""Processes, machines, cores and threads: more are a typing error."""
+_LARGEST = 1e15
+"""Of prices, parameters and microseconds: products of a few of them stay finite."""
+_YEAR = 366 * 24 * 3600
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(StrictValues):
     """A parser whose errors are UserErrors. Options are written out: abbreviations break when options are added."""
 
     def __init__(self, command: str, summary: str, *, examples: str | None = None) -> None:
@@ -39,3 +50,59 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """ ", did you mean ...?" if one of the choices is close; else nothing."""
     close = difflib.get_close_matches(word.partition("=")[0], list(choices), n=1, cutoff=0.6)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def whole(text: str, *, least: int = 0, most: int = MOST) -> int:
+    value = whole_number(text)
+    if value is None or value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number{' above 0' if least else ''}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large; the most is {most:,}")
+    return value
+
+
+def count(text: str) -> int:
+    """Of processes, machines, cores, threads, rows of a batch: at least one."""
+    return whole(text, least=1)
+
+
+def many(text: str) -> int:
+    """Of things that come by the million."""
+    return whole(text, least=1, most=10**12)
+
+
+def port(text: str) -> int:
+    value = whole_number(text)
+    if value is None or not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+    return value
+
+
+def number(text: str) -> float:
+    value = finite_number(text)
+    if value is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def amount(text: str) -> float:
+    value = finite_number(text)
+    if value is None or value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    if value > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large; the most is {_LARGEST:g}")
+    return value
+
+
+def seconds(text: str) -> float:
+    value = finite_number(text)
+    if value is None or not 0 < value <= _YEAR:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0, at most a year")
+    return value
+
+
+def path(text: str) -> str:
+    """The name of a file or folder. An empty one is a shell variable that was not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty; is a variable of the shell not set?")
+    return text

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from pathlib import Path
 
-from stoker.cli.parsing import Parser
+from stoker.cli import parsing
 from stoker.errors import UserError
 from stoker.plan.advice import Job, Row, clock, plan, table
 from stoker.plan.model import Network, Node, Prediction
 from stoker.plan.subject import BUILT_IN, Subject
+from stoker.user_files import check_replaceable
 
 __all__ = ["main", "node_counts"]
 
@@ -26,28 +26,34 @@ The formula and what it leaves out stand in src/stoker/plan/model.py, how far it
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser("plan", "predict a training on several machines from what this one does", examples=_EXAMPLES)
+    parser = parsing.Parser(
+        "plan", "predict a training on several machines from what this one does", examples=_EXAMPLES
+    )
     parser.add_argument("--nodes", default="1..16", metavar="A..B", help="or a list: 1,2,3 (1..16: 1, 2, 4, 8, 16)")
     parser.add_argument("--network", default="10gbit", metavar="RATE", help="between the nodes: 1gbit, 10gbit, ...")
     parser.add_argument(
-        "--latency", type=_amount, metavar="US", help="microseconds per message; by the rate without it"
+        "--latency", type=parsing.amount, metavar="US", help="microseconds per message; by the rate without it"
     )
     parser.add_argument(
         "--model", default="bert-base", metavar="NAME", help=f"{', '.join(BUILT_IN)}, a folder, or a name on the hub"
     )
     parser.add_argument("--task", default="qa", choices=("qa", "classify"), help="which head")
-    parser.add_argument("--batch", type=_count, default=12, metavar="N", help="rows per node and step (12)")
+    parser.add_argument("--batch", type=parsing.count, default=12, metavar="N", help="rows per node and step (12)")
     parser.add_argument(
-        "--length", type=_count, default=160, metavar="N", help="mean tokens per row (160, as in SQuAD)"
+        "--length", type=parsing.count, default=160, metavar="N", help="mean tokens per row (160, as in SQuAD)"
     )
     parser.add_argument(
-        "--rows", type=_count, default=88_524, metavar="N", help="rows of an epoch (88,524, as SQuAD has)"
+        "--rows", type=parsing.many, default=88_524, metavar="N", help="rows of an epoch (88,524, as SQuAD has)"
     )
-    parser.add_argument("--price", type=_amount, metavar="X", help="of one node for an hour, in whatever money")
-    parser.add_argument("--processes", type=_count, metavar="N", help="per node; without it the best of some is found")
-    parser.add_argument("--step", type=_amount, metavar="S", help="seconds of one node's step, instead of measuring it")
-    parser.add_argument("--parameters", type=_amount, metavar="N", help="of the model; with --step")
-    parser.add_argument("--out", metavar="FILE", help="draw it: .svg, .png or .pdf")
+    parser.add_argument("--price", type=parsing.amount, metavar="X", help="of one node for an hour, in whatever money")
+    parser.add_argument(
+        "--processes", type=parsing.count, metavar="N", help="per node; without it the best of some is found"
+    )
+    parser.add_argument(
+        "--step", type=parsing.amount, metavar="S", help="seconds of one node's step, instead of measuring it"
+    )
+    parser.add_argument("--parameters", type=parsing.amount, metavar="N", help="of the model; with --step")
+    parser.add_argument("--out", type=parsing.path, metavar="FILE", help="draw it: .svg, .png or .pdf")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--fresh", action="store_true", help="measure again what was measured before")
     options = parser.parse_args(argv)
@@ -169,7 +175,7 @@ def _advice(node: Node, rows: list[Row], options: object) -> list[str]:
 
 def node_counts(text: str) -> list[int]:
     """`1..64` -> 1, 2, 4, ..., 64; `3..20` -> 3, 6, 12, 20; `1,2,3` as it stands."""
-    if match := re.fullmatch(r"(\d+)\.\.(\d+)", text):
+    if match := re.fullmatch(r"([0-9]{1,18})\.\.([0-9]{1,18})", text):
         first, last = int(match[1]), int(match[2])
         if not 1 <= first <= last <= 65536:
             raise UserError(f"--nodes {text}: it must go from 1 or more to as many or more")
@@ -177,32 +183,13 @@ def node_counts(text: str) -> list[int]:
         while found[-1] * 2 < last:
             found.append(found[-1] * 2)
         return found if found[-1] == last else [*found, last]
-    if re.fullmatch(r"\d+(,\d+)*", text) and all(1 <= int(word) <= 65536 for word in text.split(",")):
+    if re.fullmatch(r"[0-9]{1,18}(,[0-9]{1,18})*", text) and all(1 <= int(word) <= 65536 for word in text.split(",")):
         return sorted({int(word) for word in text.split(",")})
     raise UserError(f"--nodes {text!r} is not understood; write 1..64 or 1,2,4")
 
 
-def _count(text: str) -> int:
-    import argparse
-
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _amount(text: str) -> float:
-    import argparse
-
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return value
-
-
 def _drawable(text: str) -> Path:
+    check_replaceable(text, "--out")
     path = Path(text)
     if path.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise UserError(f"--out {text}: the name must end in .svg, .png or .pdf")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stoker.cli.parsing import Parser
+from stoker.cli import parsing
 from stoker.errors import UserError
+from stoker.user_files import check_replaceable
 
 __all__ = ["main"]
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser("report", "make the page about a training run from its log, finished or not")
-    parser.add_argument("folder", metavar="DIR", help="the run's --output_dir")
-    parser.add_argument("--output", metavar="FILE", help="where to write the page (DIR/report.html)")
+    parser = parsing.Parser("report", "make the page about a training run from its log, finished or not")
+    parser.add_argument("folder", type=parsing.path, metavar="DIR", help="the run's --output_dir")
+    parser.add_argument("--output", type=parsing.path, metavar="FILE", help="where to write the page (DIR/report.html)")
     options = parser.parse_args(argv)
     folder = Path(options.folder)
     if not folder.is_dir():
@@ -22,6 +23,7 @@ def main(argv: list[str]) -> int:
         from stoker.report.page import write_report
     except ImportError as error:
         raise UserError(f"the report needs matplotlib: pip install 'stoker[report]' ({error})") from None
+    check_replaceable(options.output or folder / "report.html", "--output")
     try:
         path = write_report(folder, Path(options.output) if options.output else None)
     except FileNotFoundError:

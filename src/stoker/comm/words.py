@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from stoker.numbers import finite_number, whole_number
+
 __all__ = ["COMPRESSIONS", "check_outer", "check_words", "from_environment", "without_use"]
 
 COMPRESSIONS = ("none", "bf16", "bf16-feedback", "powersgd")
@@ -17,10 +19,11 @@ def from_environment(name: str, kind: Any) -> Any:
     text = os.environ.get(f"STOKER_{name.upper()}")
     if not text:
         return None
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"STOKER_{name.upper()} is {text!r}, which is not a number; unset it, or correct it") from None
+    readers = {int: whole_number, float: finite_number}
+    value = readers[kind](text) if kind in readers else text
+    if value is None:
+        raise ValueError(f"STOKER_{name.upper()} is {text!r}, which is not a number; unset it, or correct it")
+    return value
 
 
 def check_words(compression: str | None, local_sgd: int | None, outer_lr: float, outer_momentum: float) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from stoker.comm.words import check_words, from_environment, without_use
 from stoker.hf.backend import choose
+from stoker.numbers import whole_number
 
 __all__ = ["Accelerator", "clip_in_one_pass"]
 
@@ -165,7 +166,7 @@ def _clip(accelerator: _Stock, stock: Any, parameters: Any, max_norm: Any, norm_
 
 def _several_processes() -> bool:
     names = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
-    return "LOCAL_RANK" in os.environ or any(int(os.environ.get(name) or 1) > 1 for name in names)
+    return "LOCAL_RANK" in os.environ or any((whole_number(os.environ.get(name, "")) or 1) > 1 for name in names)
 
 
 def _optimize(prepared: tuple[Any, ...], precision: str) -> None:

@@ -17,6 +17,7 @@ import transformers
 from stoker.comm.words import COMPRESSIONS, check_words, from_environment
 from stoker.hf.backend import choose
 from stoker.hf.retired import RETIRED, Retired
+from stoker.numbers import whole_number
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
 
@@ -87,6 +88,7 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
     )
 
     def __post_init__(self) -> None:
+        _refuse_non_finite(self)
         said = [self._understand(row) for row in RETIRED if getattr(self, row.name, None) is not None]
         if not torch.accelerator.is_available():
             # Without this, transformers refuses bf16, and several processes started by mpirun would not find each other.
@@ -180,10 +182,19 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
         return getattr(self, "use_ipex", None) is not False
 
 
+def _refuse_non_finite(args: TrainingArguments) -> None:
+    """inf and NaN train nothing: weights become non-finite at the first step, or the run never ends."""
+    for one in dataclasses.fields(TrainingArguments):
+        value = getattr(args, one.name, None)
+        if isinstance(value, float) and not math.isfinite(value):
+            instead = "; 0 turns clipping off" if one.name == "max_grad_norm" else ""
+            raise ValueError(f"{one.name} is {value}; it must be a finite number{instead}")
+
+
 def several_processes() -> bool:
     """Whether a launcher started this process as one of several, by the variables that accelerate goes by."""
     names = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
-    return "LOCAL_RANK" in os.environ or any(int(os.environ.get(name) or 1) > 1 for name in names)
+    return "LOCAL_RANK" in os.environ or any((whole_number(os.environ.get(name, "")) or 1) > 1 for name in names)
 
 
 _SAID: set[str] = set()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -197,25 +199,36 @@ def remove_all(folder: Path) -> None:
 
 
 def disk_is_full(error: BaseException, folder: Path, needed: int) -> bool:
-    """Whether `error` comes from a full disk; the libraries below report it in their own ways."""
+    """Whether `error` comes from a full disk or a limit on files; the libraries below report it in their own ways."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
-        if "No space left on device" in str(seen) or "Disk quota exceeded" in str(seen):
+        if re.search(r"No space left on device|Disk quota exceeded|File too large", str(seen)):
             return True
         # torch's file writer only says that it failed; whether there was room has to be looked up.
         if isinstance(seen, RuntimeError) and re.search(r"inline_container|StreamWriter|file write", str(seen)):
-            return shutil.disk_usage(folder).free < needed
+            return min(shutil.disk_usage(folder).free, _largest_file()) < needed
         seen = seen.__cause__ or seen.__context__
     return False
 
 
+def _largest_file() -> float:
+    """Bytes that one file may hold, by `ulimit -f`."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return math.inf if most == resource.RLIM_INFINITY else most
+
+
 def disk_full_sentence(folder: Path, target: Path) -> str:
     """What was not written, and what is kept."""
-    free = shutil.disk_usage(folder).free / 1e6
+    free, most = shutil.disk_usage(folder).free / 1e6, _largest_file() / 1e6
     last = last_good(folder)
     kept = f"{last} is the last good checkpoint, and whole" if last else "there is no earlier checkpoint"
+    if most < free:
+        return (
+            f"{target.name} could not be written: files may hold at most {most:,.1f} MB here (ulimit -f); {kept}. Raise that "
+            "limit, then resume"
+        )
     return (
         f"the disk of {folder} is full ({free:,.0f} MB left): {target.name} could not be written; {kept}. "
         "Make room, or use --save_total_limit, then resume"

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from stoker.errors import UserError
 from stoker.launch.questions import QUESTIONS, Answers, Question
 from stoker.machine import Machine
+from stoker.numbers import whole_number
 
 __all__ = ["ask_all", "move", "tell_unneeded", "understand"]
 
@@ -68,15 +69,17 @@ def understand(question: Question, text: str, default: Any) -> Any:
             return word in ("y", "yes", "true", "1")
         raise UserError(f"{text!r}: answer yes or no")
     if question.kind == "number":
-        if not text.isdecimal() or (int(text) == 0 and question.name not in ("machine_rank",)):
-            raise UserError(f"{question.text} {text!r}: answer with a whole number")
-        if question.name == "main_process_port" and int(text) > 65535:
+        number = whole_number(text)
+        if question.name == "main_process_port" and (number is None or not 1 <= number <= 65535):
             raise UserError(f"{question.text} {text!r}: answer with a port, 1 to 65535")
-        return int(text)
+        if number is None or not (question.name != "machine_rank") <= number <= 65536:
+            raise UserError(f"{question.text} {text!r}: answer with a whole number")
+        return number
     if question.kind == "choice":
         names = [name for name, _ in question.choices]
-        if text.isdecimal() and int(text) < len(names):
-            return names[int(text)]
+        number = whole_number(text)
+        if number is not None and 0 <= number < len(names):
+            return names[number]
         matches = [name for name, shown in question.choices if text.lower() in (name.lower(), shown.lower())]
         if matches:
             return matches[0]
@@ -112,8 +115,9 @@ def move(key: str, position: int, count: int) -> int:
         return (position - 1) % count
     if key in ("down", "j"):
         return (position + 1) % count
-    if key.isdigit() and int(key) < count:
-        return int(key)
+    number = whole_number(key)
+    if number is not None and 0 <= number < count:
+        return number
     return position
 
 

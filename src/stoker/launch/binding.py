@@ -14,6 +14,7 @@ from stoker.errors import UserError
 from stoker.launch.placement import Placement, place
 from stoker.launch.settings import Settings
 from stoker.machine import Machine
+from stoker.numbers import whole_number
 
 __all__ = ["PINNED_BY_HAND", "bind", "choose", "ranges", "thread_variables"]
 
@@ -34,10 +35,9 @@ def choose(
     if pinned or len(machine.usable_cores) < local_size == 1:
         local_rank, local_size = 0, 1
     threads, note = settings.threads, None
-    if threads is None and environment.get("OMP_NUM_THREADS", "").split(",")[0].isdigit():
-        threads, note = _inherited_threads(
-            int(environment["OMP_NUM_THREADS"].split(",")[0]), settings, machine, local_size
-        )
+    inherited = whole_number(environment.get("OMP_NUM_THREADS", "").split(",")[0])
+    if threads is None and inherited is not None and inherited >= 0:
+        threads, note = _inherited_threads(inherited, settings, machine, local_size)
     shares = place(
         machine,
         local_size,

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 from dataclasses import dataclass, field, fields
@@ -17,9 +16,14 @@ from typing import Any
 import yaml
 
 from stoker.errors import UserError
+from stoker.launch.documents import BadDocument, parse_json, parse_yaml
+from stoker.numbers import whole_number
+from stoker.user_files import check_replaceable, read_text
 
 __all__ = ["LAUNCHERS", "PRECISIONS", "Config", "default_path", "find", "load", "own_path", "write_mapping"]
 
+_SIZE = 256 << 10
+"""Bytes of a config file; those of accelerate have less than 2,000."""
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 LAUNCHERS = ("auto", "torchrun", "impi", "mpich", "openmpi", "slurm")
 
@@ -30,8 +34,8 @@ _REFUSED = ("DEEPSPEED", "MEGATRON_LM", "TPU", "XLA")
 _BOUNDS: dict[str, tuple[int, int | None]] = {
     "machine_rank": (0, None),
     "main_process_port": (0, 65535),
-    "num_machines": (1, None),
-    "num_processes": (-1, None),
+    "num_machines": (1, 65536),
+    "num_processes": (-1, 65536),
 }
 
 
@@ -95,7 +99,7 @@ class Config:
         values["dynamo_backend"] = _dynamo(keys)
         own = _mapping(keys.pop("stoker_config", None), "stoker_config", where)
         values["threads"] = _whole(
-            own.get("num_cpu_threads_per_process"), "num_cpu_threads_per_process", where, lowest=1
+            own.get("num_cpu_threads_per_process"), "num_cpu_threads_per_process", where, lowest=1, highest=65536
         )
         values["launcher"] = _one_of(str(own.get("launcher", "auto")), LAUNCHERS, "launcher", where)
         for name, (lowest, highest) in _BOUNDS.items():
@@ -144,7 +148,7 @@ class Config:
 
 def write_mapping(mapping: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Writes yaml beside its place and renames it, so that a crash leaves the old file."""
-    target = Path(path)
+    target = check_replaceable(path, "config file")
     temporary = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -162,27 +166,15 @@ def write_mapping(mapping: dict[str, Any], path: str | os.PathLike[str]) -> None
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The keys of a yaml or json file; a sentence for what is not one."""
+    text = read_text(path, "config file", limit=_SIZE, advice="`stoker config` makes one")
+    is_json = str(path).endswith(".json")
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"config file {path} does not exist; `stoker config` makes one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"config file {path} cannot be read: {reason}") from None
-    try:
-        found = json.loads(text) if str(path).endswith(".json") else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: JSON, and dates that do not exist
-        raise UserError(f"config file {path} is not valid yaml: {_reason(error)}") from None
+        found = parse_json(text) if is_json else parse_yaml(text)
+    except BadDocument as error:
+        raise UserError(f"config file {path} is not valid {'JSON' if is_json else 'yaml'}: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise UserError(f"config file {path} must hold keys and values, as `stoker config` writes them")
     return found
-
-
-def _reason(error: Exception) -> str:
-    """What is wrong, and where, in one line."""
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    text = f"line {mark.line + 1}: {problem}" if mark is not None and problem else str(error)
-    return " ".join(text.split())
 
 
 def own_path() -> Path:
@@ -274,10 +266,9 @@ def _mapping(value: Any, name: str, where: str) -> dict[str, Any]:
 def _whole(value: Any, name: str, where: str, *, lowest: int, highest: int | None = None) -> int | None:
     if value is None or value == "":
         return None
-    try:
-        number = int(str(value))
-    except ValueError:
-        raise UserError(f"{where}: {name} is {value!r}; it must be a whole number") from None
+    number = whole_number(str(value))
+    if number is None:
+        raise UserError(f"{where}: {name} is {value!r}; it must be a whole number")
     if number < lowest or (highest is not None and number > highest):
         limits = f"from {lowest} to {highest}" if highest is not None else f"{lowest} or more"
         raise UserError(f"{where}: {name} is {value!r}; it must be a whole number, {limits}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stoker.errors import UserError
+from stoker.numbers import whole_number
 
 __all__ = ["Rank", "discover", "first_slurm_host"]
 
@@ -85,11 +86,12 @@ def _slurm(environment: Mapping[str, str]) -> Rank | None:
         return None
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")
     counts, node = _expand_counts(per_node), environment.get("SLURM_NODEID", "0")
-    if not node.isdecimal() or int(node) >= len(counts):
+    number = whole_number(node)
+    if number is None or not 0 <= number < len(counts):
         raise UserError(
             f"Slurm says this is node {node!r} of {len(counts)}; these variables are left over from something else, unset them"
         )
-    local = counts[int(node)]
+    local = counts[number]
     found = dict(environment, _LOCAL_SIZE=str(local))
     return _read(found, "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "_LOCAL_SIZE", "names")
 
@@ -129,12 +131,13 @@ def _read(
         text = environment.get(name)
         if text is None and name == local_size:
             text = "1" if environment.get(size) == "1" else environment.get(size, "1")
-        if text is None or not text.lstrip("-").isdigit():
+        value = whole_number(text) if text is not None else None
+        if value is None:
             raise UserError(
                 f"{launcher} started this process, but {name} is {text!r}; it must be a number. Start it again with that "
                 "launcher, or unset its variables"
             )
-        values.append(int(text))
+        values.append(value)
     return Rank(launcher, values[0], values[1], values[2], values[3], exchange)
 
 
@@ -142,7 +145,7 @@ def _expand_counts(text: str) -> list[int]:
     """`4(x2),3` -> [4, 4, 3]."""
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part.strip())
         if not match:
             raise UserError(
                 f"Slurm's tasks per node are {text!r}, which is not understood; set SLURM_STEP_TASKS_PER_NODE"

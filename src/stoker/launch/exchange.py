@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from stoker.errors import UserError
 from stoker.launch.environment import Rank, first_slurm_host
 from stoker.launch.network import free_port, own_address
+from stoker.numbers import whole_number
 
 __all__ = ["Pmi", "agree", "pmi"]
 
@@ -83,6 +84,8 @@ def pmi() -> Pmi | None:
 def agree(rank: Rank, environment: Mapping[str, str]) -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT for all ranks: what the person has set, else rank 0's own."""
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if port and not 0 <= (-1 if (number := whole_number(port)) is None else number) <= 65535:
+        raise UserError(f"MASTER_PORT is {port!r}; it must be a port, 0 to 65535: correct it, or unset it")
     conversation = None
     if rank.exchange == "pmi":
         conversation = Pmi(int(environment["PMI_FD"]))
@@ -115,7 +118,7 @@ def _port_of_job(environment: Mapping[str, str]) -> int:
 
 def _parse(value: str) -> tuple[str, int]:
     address, _, port = value.rpartition("|")
-    if not address or not port.isdigit():
+    if not address or whole_number(port) is None:
         raise UserError(f"rank 0's address arrived as {value!r}; set MASTER_ADDR and MASTER_PORT for all ranks")
     return address, int(port)
 

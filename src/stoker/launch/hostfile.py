@@ -6,15 +6,19 @@ import ipaddress
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from stoker.errors import UserError
 from stoker.launch import network
+from stoker.numbers import whole_number
+from stoker.user_files import MIB, read_text
 
 __all__ = ["Host", "check", "parse", "read", "spread"]
 
 # A name that could be taken for an option, or that a shell could see something in, is not a host.
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252})")
+_SIZE = 4 * MIB
+"""Bytes; enough for 100,000 hosts."""
+_MOST_SLOTS = 65536
 _SLOTS = re.compile(r"(?:slots|max[-_]slots|cpu|n)\s*=\s*(\d+)", re.I)
 
 
@@ -28,12 +32,7 @@ class Host:
 
 
 def read(path: str) -> tuple[Host, ...]:
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"hostfile {path} cannot be read: {reason}") from None
-    hosts = parse(text, path)
+    hosts = parse(read_text(path, "hostfile", limit=_SIZE), path)
     if not hosts:
         raise UserError(f"hostfile {path} names no host; write one name or address per line, optionally with slots=N")
     return hosts
@@ -61,9 +60,12 @@ def _host(content: str, number: int, where: str) -> Host:
         slots = match[1]
     if not _is_address(name) and not _NAME.fullmatch(name):
         raise UserError(f"{where}, line {number}: {name!r} is not a host name or address")
-    if slots is not None and int(slots) < 1:
-        raise UserError(f"{where}, line {number}: {name} has {slots} slots; it must be at least 1")
-    return Host(name, int(slots) if slots else None, number)
+    count = whole_number(slots) if slots is not None else None
+    if slots is not None and (count is None or not 1 <= count <= _MOST_SLOTS):
+        raise UserError(
+            f"{where}, line {number}: {name} has {slots} slots; it must be at least 1, at most {_MOST_SLOTS:,}"
+        )
+    return Host(name, count, number)
 
 
 def _is_address(text: str) -> bool:

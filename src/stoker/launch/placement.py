@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 from stoker.errors import UserError
 from stoker.machine import Core, Machine
+from stoker.numbers import whole_number
 
 __all__ = ["Placement", "parse_nodes", "place"]
+
+_LAST_NODE = 1023  # Linux is built for at most 2^10
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,12 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        begin, end = whole_number(first), whole_number(last if dash else first)
+        if begin is None or end is None or not 0 <= begin <= end:
             raise UserError(f"--nodes-list {text!r}: {part!r} is neither a number nor a range such as 0-3")
-        found += range(int(first), int(last or first) + 1)
+        if end > _LAST_NODE:
+            raise UserError(f"--nodes-list {text!r}: no machine has more than {_LAST_NODE + 1:,} NUMA nodes")
+        found += range(begin, end + 1)
     return tuple(dict.fromkeys(found))
 
 

@@ -16,9 +16,13 @@ from stoker.launch.options import Options
 from stoker.launch.placement import Placement
 from stoker.launch.settings import Settings
 from stoker.machine import Machine
+from stoker.numbers import whole_number
 
 __all__ = ["Plan", "PlannedRank", "counts", "handed_over", "launch_command", "make", "settings_for", "show",
            "srun_command"]  # fmt: skip
+
+
+_MOST, _MOST_LOCAL = 65536, 1024
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ def counts(options: Options, config: Config, machines: int) -> tuple[int, int]:
     """Processes in all, and on each machine."""
     total = options.processes
     if total is None and options.per_machine is not None:
-        return options.per_machine * machines, options.per_machine
+        return _of_sane_size(options.per_machine * machines, options.per_machine)
     if total is None and config.several:
         total = config.num_processes
         if total == -1:
@@ -130,6 +134,15 @@ def counts(options: Options, config: Config, machines: int) -> tuple[int, int]:
         raise UserError(
             f"{total} processes on {machines} machines are {local} on each, but -ppn is {options.per_machine}"
         )
+    return _of_sane_size(total, local)
+
+
+def _of_sane_size(total: int, local: int) -> tuple[int, int]:
+    """A typing error must not make a plan that takes all memory to draw up."""
+    if total > _MOST or local > _MOST_LOCAL:
+        raise UserError(
+            f"{total:,} processes, {local:,} on each machine, are too many; the most is {_MOST:,}, and {_MOST_LOCAL:,} on each"
+        )
     return total, local
 
 
@@ -140,8 +153,8 @@ def _by_hand(
     """Several machines, `stoker launch` started on each of them."""
     address = options.main_process_ip or config.main_process_ip or environment.get("MASTER_ADDR")
     port = options.main_process_port if options.main_process_port is not None else config.main_process_port
-    if port is None and environment.get("MASTER_PORT", "").isdigit():
-        port = int(environment["MASTER_PORT"])
+    if port is None:
+        port = whole_number(environment.get("MASTER_PORT", ""))
     if not address:
         raise UserError(
             f"{machines} machines need --main_process_ip, the address of machine 0 (this machine's is {network.own_address()}), "
@@ -187,7 +200,7 @@ def _by_mpirun(
         per_host = -(-total // config.num_machines)
     notes = hostfile.check(named, path, per_host=per_host)
     spread = hostfile.spread(named, total, per_host)
-    size = sum(count for _, count in spread)
+    size, _ = _of_sane_size(sum(count for _, count in spread), max(count for _, count in spread))
     first = spread[0][0].name
     address = options.main_process_ip or config.main_process_ip or first
     port = options.main_process_port if options.main_process_port is not None else config.main_process_port

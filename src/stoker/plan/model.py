@@ -43,7 +43,7 @@ class Network:
     @classmethod
     def parse(cls, text: str, latency: float | None = None) -> Network:
         """`10gbit`, `2.5gbit`, `500mbit`."""
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(mbit|gbit|tbit)(?:/s)?\s*", text.lower())
+        match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(mbit|gbit|tbit)(?:/s)?\s*", text.lower())
         gbit = float(match[1]) * _UNITS[match[2]] if match else 0.0
         if gbit <= 0:
             raise UserError(f"--network {text!r} is not a rate; write it as 10gbit or 500mbit")

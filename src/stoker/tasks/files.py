@@ -7,10 +7,8 @@ mean is left to the tasks.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,8 @@ from typing import Any
 
 from stoker.errors import UserError
 from stoker.tasks.faults import Faults
+from stoker.tasks.memory import available
+from stoker.user_files import read_bytes
 
 __all__ = ["KINDS", "Row", "is_unicode", "kind_of", "read_json", "read_rows"]
 
@@ -80,7 +80,7 @@ def read_json(path: Path, *, lines_allowed: bool = False) -> Any:
     """The content of a JSON file. With `lines_allowed`, None for a file that holds one JSON object per line."""
     raw = _read_bytes(path)
     try:
-        return json.loads(raw.decode("utf-8-sig"))
+        return json.loads(raw.decode("utf-8-sig"), parse_int=_integer)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: byte {error.start:,} is 0x{raw[error.start]:02x}; convert it") from None
     except json.JSONDecodeError as error:
@@ -93,23 +93,19 @@ def read_json(path: Path, *, lines_allowed: bool = False) -> Any:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
+        return isinstance(json.loads(line, parse_int=_integer), dict)
+    except (ValueError, RecursionError):
         return False
 
 
 def _read_bytes(path: Path) -> bytes:
-    try:
-        raw = path.read_bytes()
-        return gzip.decompress(raw) if path.suffix.lower() == ".gz" else raw
-    except FileNotFoundError:
-        raise UserError(f"there is no file {path}") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder; name a file in it") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is not a whole gzip file: {error}") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    """What memory can hold; a small gzip file may unpack to any size."""
+    return read_bytes(path, "data file", limit=available() or 1 << 40, gzipped=path.suffix.lower() == ".gz")
+
+
+def _integer(text: str) -> int | str:
+    """Numbers that Python or a float cannot take stay text: as an id or a label they are as good as any other."""
+    return int(text) if len(text) < 300 else text
 
 
 def _listed_rows(path: Path, rows: list[Any], faults: Faults) -> Iterator[Row]:
@@ -127,7 +123,7 @@ def _line_rows(path: Path, faults: Faults) -> Iterator[Row]:
             continue
         where = f"{path}, line {number}"
         try:
-            values = json.loads(line.decode("utf-8-sig"))
+            values = json.loads(line.decode("utf-8-sig"), parse_int=_integer)
         except UnicodeDecodeError as error:
             faults.add(where, f"is not UTF-8 (byte 0x{line[error.start]:02x} at {error.start})")
             continue
@@ -182,6 +178,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         import pyarrow.parquet as parquet
     except ImportError:
         raise UserError(f"{path} is Parquet, which needs pyarrow: pip install 'stoker[parquet]'") from None
+    if path.exists() and not path.is_file():
+        raise UserError(f"data file {path} cannot be read: it is a folder, device or pipe")
     try:
         table = parquet.ParquetFile(path)
         number = 0

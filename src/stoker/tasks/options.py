@@ -15,6 +15,9 @@ from transformers import HfArgumentParser
 
 from stoker.errors import UserError
 from stoker.hf.arguments import TrainingArguments
+from stoker.launch.documents import BadDocument, parse_json
+from stoker.option_values import StrictValues
+from stoker.user_files import read_text
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
 
@@ -78,11 +81,12 @@ class DataOptions:
     skip_memory_check: bool = field(default=False, metadata={"help": "Train even if the memory seems too small."})
 
 
-class OptionParser(HfArgumentParser):  # type: ignore[misc]
+class OptionParser(StrictValues, HfArgumentParser):  # type: ignore[misc]
     """Answers a mistake with one sentence."""
 
     def __init__(self, command: str, *kinds: Any) -> None:
-        super().__init__([ModelOptions, *kinds, TrainingArguments], prog=f"stoker {command}", allow_abbrev=False)
+        kinds = (ModelOptions, *kinds, TrainingArguments)
+        HfArgumentParser.__init__(self, kinds, prog=f"stoker {command}", allow_abbrev=False)
         self.command = command
 
     def error(self, message: str) -> NoReturn:
@@ -95,7 +99,7 @@ class OptionParser(HfArgumentParser):  # type: ignore[misc]
                 argv, return_remaining_strings=True, look_for_args_file=False
             )
         # transformers checks values by raising, and asks for packages that some options need
-        except (ValueError, TypeError, ImportError) as error:
+        except (ValueError, TypeError, ImportError, ArithmeticError, OSError) as error:
             raise UserError(f"stoker {self.command}: {' '.join(str(error).split())}") from None
         if rest:
             known = [name for action in self._actions for name in action.option_strings]
@@ -170,10 +174,8 @@ def words_of(argv: list[str]) -> list[str]:
     if len(argv) != 1 or not argv[0].endswith(".json"):
         return argv
     try:
-        content = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"the file of options {argv[0]} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+        content = parse_json(read_text(argv[0], "the file of options"))
+    except BadDocument as error:
         raise UserError(f"the file of options {argv[0]} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"the file of options {argv[0]} holds no object of names and values")

@@ -175,7 +175,7 @@ def _examples(job: run.Job, split: str, part: str, regression: bool) -> tuple[Se
         "validation": (options.validation_file, options.max_eval_samples),
         "test": (options.test_file, options.max_predict_samples),
     }[split]
-    columns = [name.strip() for name in options.text_column_names.split(",")] if options.text_column_names else None
+    columns = _text_columns(options.text_column_names)
     choices: dict[str, Any] = {
         "texts": columns, "label": options.label_column_name, "task": options.task_name,
         "regression": regression, "labelled": split != "test",
@@ -194,6 +194,15 @@ def _examples(job: run.Job, split: str, part: str, regression: bool) -> tuple[Se
         label = choose_columns(list(found.columns), columns, options.label_column_name, options.task_name).label
         classes = found.columns.get(str(label), ())
     return run.cut(examples, most), classes
+
+
+def _text_columns(text: str | None) -> list[str] | None:
+    if not text:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if len(names) > 2 or not all(names):
+        raise UserError(f"--text_column_names {text}: name one column, or two for pairs of texts, separated by a comma")
+    return names
 
 
 def _labels(job: run.Job, raw: dict[str, Sequence[Example]], classes: tuple[str, ...]) -> Labels:

@@ -161,7 +161,7 @@ def _parsed(value: Any) -> Any:
         return []
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
         return ast.literal_eval(value)

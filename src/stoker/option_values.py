@@ -1,0 +1,44 @@
+"""What every option of every command has in common, whatever it means: text that can be written down, numbers that are finite.
+
+`StrictValues` is mixed into each argument parser, the house's own and the one around Hugging Face's, so that no option can be
+declared without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from stoker.numbers import finite_number, whole_number
+
+__all__ = ["StrictValues", "is_text"]
+
+
+def is_text(word: str) -> bool:
+    """Whether a word of a command line can be a name or a value: UTF-8, and without NUL, which no file name can hold."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:  # bytes of a command line that are not UTF-8 arrive as lone surrogates
+        return False
+    return "\0" not in word
+
+
+class StrictValues(argparse.ArgumentParser):
+    """Refuses, for any option: inf and NaN, whole numbers beyond 64 bits, and words that are not UTF-8."""
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not is_text(arg_string):
+            raise argparse.ArgumentError(action, f"{arg_string!r} is not UTF-8 text; choose another name")
+        if action.type is int:
+            value: Any = whole_number(arg_string)
+        elif action.type is float:
+            value = finite_number(arg_string)
+        else:
+            value = super()._get_value(action, arg_string)  # type: ignore[misc]
+            if not isinstance(value, float | int):
+                return value
+            value = value if isinstance(value, bool) or finite_number(str(value)) is not None else None
+        if value is None:
+            kind = "whole number of at most 18 digits" if action.type is int else "number"
+            raise argparse.ArgumentError(action, f"{arg_string!r} is not a {kind}")
+        return value

@@ -1,0 +1,115 @@
+"""Files that people name: read within limits of size and time, and never replaced where they are no plain files.
+
+Whatever cannot be read is one sentence. A pipe is read too (`-f <(make-hostfile)`), but not waited for without end.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import select
+import stat
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from stoker.errors import UserError
+
+__all__ = ["MIB", "check_replaceable", "read_bytes", "read_text"]
+
+MIB = 1 << 20
+_PATIENCE = 10.0
+"""Seconds to wait for the next bytes of a pipe."""
+
+
+def read_text(path: str | os.PathLike[str], what: str, *, limit: int = MIB, advice: str = "") -> str:
+    """The text of a file that is called `what` in messages, with `advice` if it does not exist; ~ is the home directory."""
+    raw = read_bytes(path, what, limit=limit, advice=advice)
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} {path} cannot be read: it is not UTF-8 text (byte {error.start:,})") from None
+    if "\0" in text:
+        raise UserError(f"{what} {path} cannot be read: it is not text (byte {text.index(chr(0)):,} is 0)")
+    return text
+
+
+def read_bytes(
+    path: str | os.PathLike[str], what: str, *, limit: int, gzipped: bool = False, advice: str = ""
+) -> bytes:
+    """The content of a file of at most `limit` bytes, after unpacking if it is `gzipped`."""
+    try:
+        raw = b"".join(_chunks(os.path.expanduser(path), limit))
+        if gzipped:
+            with gzip.GzipFile(fileobj=io.BytesIO(raw)) as packed:
+                raw = packed.read(limit + 1)
+            if len(raw) > limit:
+                raise _TooLarge
+        return raw
+    except FileNotFoundError:
+        raise UserError(f"{what} {path} does not exist{advice and '; '}{advice}") from None
+    except _TooLarge:
+        size = f"{limit / 1e9:.1f} GB" if limit >= 1e9 else f"{limit / 1e6:.0f} MB"
+        raise UserError(f"{what} {path} cannot be read: it holds more than {size}") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{what} {path} cannot be read: it is not a whole gzip file ({error})") from None
+    except OSError as error:
+        raise UserError(f"{what} {path} cannot be read: {error.strerror or error}") from None
+    except ValueError:  # Python's own word for a NUL, and for what cannot be a name on this system
+        raise UserError(f"{what} {str(path)!r} cannot be read: that is not the name of a file") from None
+
+
+class _TooLarge(Exception):
+    pass
+
+
+def _chunks(path: str | os.PathLike[str], limit: int) -> Iterator[bytes]:
+    # Not blocking: opening a named pipe would wait for someone to write to it.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
+        if stat.S_ISDIR(status.st_mode):
+            raise OSError("it is a folder")
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISFIFO(status.st_mode):
+            raise OSError("it is a device or socket, not a file")
+        if status.st_size > limit:
+            raise _TooLarge
+        left = limit
+        while data := _read(handle, waits=stat.S_ISFIFO(status.st_mode)):
+            left -= len(data)
+            if left < 0:
+                raise _TooLarge
+            yield data
+    finally:
+        os.close(handle)
+
+
+def _read(handle: int, *, waits: bool) -> bytes:
+    if not waits:
+        return os.read(handle, MIB)
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        # Ready for reading, and not merely without a writer as yet.
+        if select.select([handle], [], [], max(end - time.monotonic(), 0))[0]:
+            try:
+                return os.read(handle, MIB)
+            except BlockingIOError:
+                continue
+    raise OSError(f"nobody has written to this pipe for {_PATIENCE:g} s")
+
+
+def check_replaceable(path: str | os.PathLike[str], what: str) -> Path:
+    """The plain file that is to be written at `path`, or will be: behind links, and never a device, which would be replaced."""
+    try:
+        target = Path(os.path.realpath(path))
+        if not str(path) or target.is_dir():
+            raise UserError(f"{what} {str(path)!r} cannot be written: name a file, not a folder")
+        if target.exists() and not target.is_file():
+            raise UserError(f"{what} {path} cannot be written: it is a device or pipe, not a file")
+    except OSError as error:
+        raise UserError(f"{what} {path} cannot be written: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"{what} {str(path)!r} cannot be written: that is not the name of a file") from None
+    return target
