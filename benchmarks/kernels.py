@@ -35,8 +35,8 @@ from stoker.kernels.embedding import embedding_layer_norm_dropout
 from stoker.kernels.linear import linear_packed
 from stoker.kernels.loss import cross_entropy, linear_cross_entropy
 from stoker.kernels.norm import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm
-from stoker.machine import rates as machine_rates
 from stoker.machine.facts import this_machine
+from stoker.machine.measure import measure_rates
 from stoker.model.memory import keep_mapped
 
 TOKENS = 2048
@@ -343,7 +343,7 @@ GROUPS: list[Callable[[], Iterator[Case]]] = [
 
 def measured_limits() -> dict[str, float]:
     """Measured now, as `stoker doctor --fresh` does: an old figure may come from a busier hour."""
-    found = machine_rates.measure(this_machine())
+    found = measure_rates(this_machine(), clock=None)
     return {"GB/s": found.bandwidth_all, "GFLOP/s": found.fp32_all}
 
 

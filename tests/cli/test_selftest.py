@@ -39,7 +39,7 @@ def test_a_library_that_is_no_library_fails_with_the_reason(tmp_path: Path) -> N
 
 
 def test_the_measured_clock_is_one_a_cpu_can_have() -> None:
-    from stoker.cli.doctor import _clock
+    from stoker.kernels.clock import clock_ghz
 
-    ghz = _clock(1)
+    ghz = clock_ghz(1)
     assert ghz is None or 0.3 < ghz < 8.0

@@ -9,7 +9,7 @@ import pytest
 
 from stoker.machine import Machine
 from stoker.machine.load import Load, between
-from stoker.machine.rates import Rates
+from stoker.machine.rates import Rates, TrainingStep
 from stoker.machine.software import Software, Torch
 from stoker.machine.verdicts import Evidence, Verdict, verdicts
 from stoker.machine.version_pairs import find_bad_pairs, release
@@ -65,6 +65,52 @@ def test_bf16_units_that_torch_does_not_reach_are_told(recorded: Recorded) -> No
     assert "bf16 90, fp32 4,000" in found.text
     fast = judge(recorded("genoa"), rates=replace(RATES, bf16_all=9000.0))["precision"]
     assert (fast.level, fast.action) == ("good", "Use bf16.")
+
+
+def step(fp32: float, bf16: float) -> TrainingStep:
+    return TrainingStep(fp32, bf16, 384, 2, 1536, 7, "0.1.0", "2026-01-01T00:00:00Z", False)
+
+
+SLOW_PRODUCTS, FAST_PRODUCTS = 3.0, 9000.0
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16_all", "fp32", "bf16", "level", "line", "action"),
+    [
+        # no bf16 units
+        ("ice_lake", SLOW_PRODUCTS, 0.2, 0.198, "good", "fp32 and bf16 train equally fast here",
+         "Use fp32, or bf16 where memory is short."),
+        ("ice_lake", SLOW_PRODUCTS, 0.216, 0.2, "good", "bf16 trains 1.08 times as fast as fp32 here",
+         "Use fp32, or bf16 where memory is short."),
+        ("ice_lake", SLOW_PRODUCTS, 0.2, 0.3, "good", "fp32 trains 1.50 times as fast as bf16 here", "Use fp32."),
+        ("ice_lake", SLOW_PRODUCTS, 0.3, 0.2, "good", "bf16 trains 1.50 times as fast as fp32 here", "Use bf16."),
+        # AVX512-BF16
+        ("genoa", FAST_PRODUCTS, 0.3, 0.2, "good", "bf16 trains 1.50 times as fast as fp32 here", "Use bf16."),
+        ("genoa", FAST_PRODUCTS, 0.22, 0.2, "advice", "bf16 trains 1.10 times as fast as fp32 here", "Use fp32."),
+        ("genoa", FAST_PRODUCTS, 0.2, 0.25, "advice", "fp32 trains 1.25 times as fast as bf16 here", "Use fp32."),
+        ("genoa", SLOW_PRODUCTS, 0.2, 0.25, "warning", "fp32 trains 1.25 times as fast as bf16 here",
+         "Use fp32, or a newer torch."),
+        # AMX
+        ("sapphire_rapids_4", FAST_PRODUCTS, 0.084, 0.03, "good", "bf16 trains 2.80 times as fast as fp32 here",
+         "Use bf16."),
+    ],
+)  # fmt: skip
+def test_the_precision_verdict_agrees_with_the_measured_step(
+    name: str, bf16_all: float, fp32: float, bf16: float, level: str, line: str, action: str, recorded: Recorded
+) -> None:
+    found = judge(recorded(name), rates=replace(RATES, bf16_all=bf16_all, step=step(fp32, bf16)))["precision"]
+    assert (found.level, found.action) == (level, action)
+    figures = f"(measured step: fp32 {1000 * fp32:.0f} ms, bf16 {1000 * bf16:.0f} ms)"
+    assert found.text.startswith(f"{line} {figures}. ")
+    units = recorded(name).isa.bf16_units
+    assert (units or "no bf16 units") in found.text
+
+
+def test_a_step_measured_beside_other_programs_says_so(recorded: Recorded) -> None:
+    found = judge(
+        recorded("genoa"), rates=replace(RATES, bf16_all=9000.0, step=replace(step(0.3, 0.2), disturbed=True))
+    )
+    assert "(measured step while other programs ran: fp32 300 ms, bf16 200 ms)" in found["precision"].text
 
 
 def test_load_and_stolen_time_are_told(recorded: Recorded) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -17,13 +16,15 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from stoker import __version__
 from stoker.cli import parsing
 from stoker.errors import UserError
-from stoker.machine import Machine, load, page, rates, software
-from stoker.machine.peak import peak_gflops
+from stoker.machine import Machine, load, measure, page, rates, software
+from stoker.machine.load import Load
+from stoker.machine.peak import share_of_peak
+from stoker.machine.rates import Rates, TrainingStep
 from stoker.machine.verdicts import Evidence, verdicts
 
 __all__ = ["main"]
 
-_SECONDS = 9.0  # for everything: a page that takes longer is not waited for
+_SECONDS = 9.0  # for everything but the training step: a page that takes longer is not waited for
 _RATES_SECONDS = (2.0, 6.0)
 
 _EXAMPLES = """examples:
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
     if not live and options.fresh:
         raise UserError("--fresh cannot measure another machine; leave out --root")
 
-    evidence, notes = _look(options.root, fresh=options.fresh, measure=live and not options.no_rates)
+    evidence, notes = _look(options.root, fresh=options.fresh, with_rates=live and not options.no_rates)
     if options.json:
         print(json.dumps(_as_json(evidence, notes), indent=2))
     else:
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _look(root: str, *, fresh: bool, measure: bool) -> tuple[Evidence, tuple[str, ...]]:
+def _look(root: str, *, fresh: bool, with_rates: bool) -> tuple[Evidence, tuple[str, ...]]:
     # Before torch: with OMP_PROC_BIND its runtime narrows the affinity mask, and its import is load of our own.
     begin = time.perf_counter()
     machine = Machine.read(root)
@@ -69,44 +70,66 @@ def _look(root: str, *, fresh: bool, measure: bool) -> tuple[Evidence, tuple[str
         step("looking around")
         busy = load.watch()
         installed = software.read_software()
-        measured, note = None, None
-        if measure and installed.torch:
-            measured = None if fresh else rates.known(machine)
-            quiet = busy is None or not busy.disturbs
-            if measured is None or (measured.disturbed and quiet):
-                left = _SECONDS - (time.perf_counter() - begin)
-                measured = rates.measure(
-                    machine,
-                    clock=_clock,
-                    progress=lambda name: step(f"measuring {name}"),
-                    seconds=min(max(left, _RATES_SECONDS[0]), _RATES_SECONDS[1]),
-                )
-                note = rates.forgotten_reason(machine, measured)
-    evidence = Evidence(machine, installed, measured, busy, dict(os.environ))
-    return evidence, (note,) if note else ()
+        found: Rates | None = None
+        notes: list[str] = []
+        if with_rates and installed.torch:
+            kept = None if fresh else rates.known(machine)
+            found = kept
+            if found is None or _should_repeat(found, busy):
+                found = _measure_rates(machine, step, _SECONDS - (time.perf_counter() - begin))
+            if found.step is None or _disturbed(found.step, busy):
+                step("measuring a training step")
+                taken, note = _training_step(machine, found)
+                found = dataclasses.replace(found, step=taken or found.step)
+                notes += [note] if note else []
+            if found != kept and (note := rates.save(machine, found)):
+                notes.append(note)
+    return Evidence(machine, installed, found, busy, dict(os.environ)), tuple(notes)
 
 
-def _clock(threads: int) -> float | None:
-    """The clock of busy cores as the native library measures it; None without the library."""
-    from stoker.kernels import native
+def _should_repeat(kept: Rates, busy: Load | None) -> bool:
+    """Whether kept rates should be measured again: on a quiet machine at last, or with a clock at last."""
+    from stoker.kernels.clock import clock_ghz
 
-    ghz = ctypes.c_double()
+    return _disturbed(kept, busy) or (kept.clock_all is None and clock_ghz(1) is not None)
+
+
+def _disturbed(kept: Rates | TrainingStep, busy: Load | None) -> bool:
+    """Whether other programs ran then and do not now."""
+    return kept.disturbed and not (busy and busy.disturbs)
+
+
+def _measure_rates(machine: Machine, step: measure.Progress, left: float) -> Rates:
+    from stoker.kernels.clock import clock_ghz
+
+    return measure.measure_rates(
+        machine,
+        clock=clock_ghz,
+        progress=lambda name: step(f"measuring {name}"),
+        seconds=min(max(left, _RATES_SECONDS[0]), _RATES_SECONDS[1]),
+    )
+
+
+def _training_step(machine: Machine, found: Rates) -> tuple[TrainingStep | None, str | None]:
+    """The step, or one sentence why there is none: whatever stops it must not take the page with it."""
     try:
-        native.function("stoker_clock", "pi")(ctypes.addressof(ghz), threads)
-    except (native.NativeLibraryError, AttributeError, OSError):
-        return None
-    return ghz.value or None
+        from stoker.model.training_step import measure_training_step
+
+        return measure_training_step(machine, found.fp32_all), None
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return None, f"No training step was measured in fp32 and bf16: {reason.rstrip('.')}."
 
 
 @contextmanager
-def _progress() -> Iterator[rates.Progress]:
+def _progress() -> Iterator[measure.Progress]:
     """Shows on stderr what is going on, in a terminal only; stdout stays for the page."""
     if not sys.stderr.isatty():
         yield lambda step: None
         return
     columns = (SpinnerColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(rates.STEPS) + 1)
+        task = progress.add_task("", total=len(measure.STEPS) + 2)
 
         def step(name: str) -> None:
             if progress.tasks[0].description:
@@ -121,10 +144,13 @@ def _as_json(evidence: Evidence, notes: tuple[str, ...]) -> dict[str, object]:
     figures: dict[str, object] | None = None
     if measured:
         figures = dataclasses.asdict(measured)
-        for dtype, reached in (("fp32", measured.fp32_all), ("bf16", measured.bf16_all)):
-            peak = peak_gflops(machine, dtype, measured.threads, measured.clock_all or machine.model.nominal_ghz)
-            figures[f"{dtype}_peak"] = peak
-            figures[f"{dtype}_reached"] = reached / peak if peak else None
+        for dtype in ("fp32", "bf16"):
+            share = share_of_peak(machine, measured, dtype)
+            believed = share if share and not share.disproved else None
+            figures[f"{dtype}_peak"] = believed.peak if believed else None
+            figures[f"{dtype}_reached"] = believed.reached if believed else None
+        figures["peak_clock"] = "measured" if measured.clock_all else "nominal"
+        figures["bf16_training_gain"] = measured.step.gain if measured.step else None
     return {
         "stoker": __version__,
         "machine": machine.to_dict(),

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from stoker.kernels.clock import clock_ghz
 from stoker.machine import this_machine
-from stoker.machine.rates import Rates, known, raised
+from stoker.machine.measure import remeasure
+from stoker.machine.rates import Rates, known
 from stoker.model.sequences import Positions
 
 __all__ = ["Meter", "Work", "training_flops"]
@@ -145,4 +147,6 @@ def _peak_now(bf16: bool) -> float | None:
     rates = known(machine)
     if rates is None or torch.get_num_threads() < rates.threads:
         return None
-    return _peak(raised(machine, rates), bf16)
+    # The product that the peak rests on: without bf16 units that is fp32's.
+    units = bf16 and rates.fastest_dtype == "bf16"
+    return _peak(remeasure(machine, rates, clock=clock_ghz, bf16=units), bf16)

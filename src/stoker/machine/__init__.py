@@ -1,7 +1,7 @@
 """What this computer is: instruction sets, cores, NUMA nodes, limits, software and measured rates; no torch on import.
 
-`Machine.read()` gives the facts. Beside it, `rates` measures, `software` looks at what is installed, `verdicts` says
-what follows, and `page` shows it all.
+`Machine.read()` gives the facts. Beside it, `measure` measures and `rates` keeps the figures, `software` looks at what is
+installed, `verdicts` says what follows, and `page` shows it all.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stoker.machine.facts import Machine
-from stoker.machine.peak import peak_gflops
+from stoker.machine.peak import Share, share_of_peak
 from stoker.machine.rates import Rates
 from stoker.machine.software import Software
 from stoker.machine.topology import Cache
@@ -179,16 +179,45 @@ def _rates_table(machine: Machine, rates: Rates) -> RenderableType:
     table.add_column("")
     for heading in ("one thread", _count(rates.threads, "thread"), "peak", "reached"):
         table.add_column(heading, justify="right")
+    shares = {dtype: share_of_peak(machine, rates, dtype) for dtype in ("fp32", "bf16")}
     for dtype, one, every in (("fp32", rates.fp32_one, rates.fp32_all), ("bf16", rates.bf16_one, rates.bf16_all)):
-        peak = peak_gflops(machine, dtype, rates.threads, rates.clock_all or machine.model.nominal_ghz)
-        shown = (f"{peak:,.0f} GFLOP/s", f"{every / peak:.0%}") if peak else ("unknown", "")
+        shown = _peak_and_share(shares[dtype])
         if dtype == "bf16" and not machine.isa.bf16_units and machine.isa.flags:
             shown = ("no units", "")
         table.add_row(f"{dtype} product", f"{_rate(one)} GFLOP/s", f"{_rate(every)} GFLOP/s", *shown)
     table.add_row("memory", f"{_rate(rates.bandwidth_one)} GB/s", f"{_rate(rates.bandwidth_all)} GB/s", "unknown", "")
-    clock = f"clock under load {rates.clock_all:.2f} GHz, " if rates.clock_all else "peak at the nominal clock, "
-    when = f"{clock}measured {rates.measured} in {rates.seconds:.0f} s"
-    return Group(table, Text(when + ", while other programs ran" * rates.disturbed, style="dim"))
+    lines = [_disproved(dtype, share) for dtype, share in shares.items() if share and share.disproved]
+    when = f"{_clock(machine, rates)}measured {rates.measured} in {rates.seconds:.0f} s"
+    lines.append(when + ", while other programs ran" * rates.disturbed)
+    if step := rates.step:
+        lines.append(
+            f"training step: fp32 {_milliseconds(step.fp32)}, bf16 {_milliseconds(step.bf16)} "
+            f"({step.layers} BERT layers of width {step.width}, {step.tokens:,} tokens, AdamW)"
+        )
+    return Group(table, *(Text(line, style="dim") for line in lines))
+
+
+def _peak_and_share(share: Share | None) -> Row:
+    if share is None or share.disproved:
+        return "unknown", ""
+    if share.nominal:
+        return f"{share.peak:,.0f} GFLOP/s nominal", f"{share.reached:.0%} of nominal"
+    return f"{share.peak:,.0f} GFLOP/s", f"{share.reached:.0%}"
+
+
+def _disproved(dtype: str, share: Share) -> str:
+    return (
+        f"the {dtype} product exceeds the peak of {share.peak:,.0f} GFLOP/s that follows from {share.ghz:.2f} GHz: "
+        "the clock rose after it was measured, or the CPU does more per cycle than is documented"
+    )
+
+
+def _clock(machine: Machine, rates: Rates) -> str:
+    if not rates.clock_all:
+        return "clock not measured, peak at the nominal one, " if machine.model.nominal_ghz else ""
+    lower = machine.isa.bf16_units and rates.clock_bf16 and f"{rates.clock_bf16:.2f}" != f"{rates.clock_all:.2f}"
+    bf16 = f" ({rates.clock_bf16:.2f} GHz in bf16)" if lower else ""
+    return f"clock during the products {rates.clock_all:.2f} GHz{bf16}, "
 
 
 def _verdict_table(verdicts: tuple[Verdict, ...]) -> RenderableType:
@@ -237,6 +266,10 @@ def kilobytes(size: int | None) -> str:
 
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,7 +1,7 @@
-"""The arithmetic a core can do per cycle, by microarchitecture, and the theoretical peak that follows from it.
+"""The arithmetic a core can do per cycle, by microarchitecture, the theoretical peak that follows, and the share reached.
 
 A table of what vendors document: vector width times multiply-add units times two. Where a CPU is not in it, the peak is
-unknown, not guessed.
+unknown, not guessed. The clock is the one measured during the products; the nominal one is named where it had to do.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stoker.machine.facts import Machine
+from stoker.machine.rates import Rates
 
-__all__ = ["PerCycle", "peak_gflops", "per_cycle"]
+__all__ = ["PerCycle", "Share", "peak_gflops", "per_cycle", "share_of_peak"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class PerCycle:
     """None without bf16 units."""
 
 
+_DISPROVED = 1.005  # of a peak, from where percentages round to more than 100
 _AVX2_TWO_UNITS = 32  # 8 lanes x 2 units x (multiply + add)
 _AVX512_TWO_UNITS = 64
 _AMX_BF16 = 1024  # one 16 x 16 x 32 tile product every 16 cycles
@@ -92,3 +94,30 @@ def peak_gflops(machine: Machine, dtype: str, threads: int, ghz: float | None) -
     cycle = per_cycle(machine)
     work = None if cycle is None else cycle.fp32 if dtype == "fp32" else cycle.bf16
     return work * threads * ghz if work and ghz else None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the measured product of all threads is of the theoretical peak."""
+
+    peak: float
+    """GFLOP/s at `ghz`."""
+    reached: float
+    ghz: float
+    nominal: bool
+    """The clock was not measured, so `ghz` is the nominal one: boost may bring `reached` above 1."""
+
+    @property
+    def disproved(self) -> bool:
+        """Whether the product exceeds a peak at the measured clock: then that peak is wrong."""
+        return not self.nominal and self.reached >= _DISPROVED
+
+
+def share_of_peak(machine: Machine, rates: Rates, dtype: str) -> Share | None:
+    """The share for dtype fp32 or bf16; None where the peak cannot be derived."""
+    reached, measured = (
+        (rates.fp32_all, rates.clock_all) if dtype == "fp32" else (rates.bf16_all, rates.clock_bf16 or rates.clock_all)
+    )
+    ghz = measured or machine.model.nominal_ghz
+    peak = peak_gflops(machine, dtype, rates.threads, ghz)
+    return Share(peak, reached / peak, ghz, nominal=not measured) if peak and ghz else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stoker.machine.facts import Machine
 from stoker.machine.load import Load
-from stoker.machine.rates import Rates
+from stoker.machine.rates import WORTHWHILE_GAIN, Rates, TrainingStep
 from stoker.machine.software import Software
 from stoker.machine.version_pairs import find_bad_pairs, release
 
@@ -18,6 +18,7 @@ __all__ = ["Evidence", "Verdict", "processes_and_threads", "verdicts"]
 
 _SMALL_SHM = 512 << 20  # Docker gives 64 MB; one batch of activations between DataLoader workers is tens of MB
 _FEW_FILES = 1024
+_TIE = 1.03  # medians of the same step differ by this much between runs
 _EXPECTED_CAPABILITY = (("AVX512-F", "AVX512"), ("AVX2", "AVX2"))
 
 
@@ -57,29 +58,70 @@ def verdicts(evidence: Evidence) -> tuple[Verdict, ...]:
 
 
 def _precision(evidence: Evidence) -> Verdict:
-    units = evidence.machine.isa.bf16_units
     rates = evidence.rates
-    figures = f" (measured here: bf16 {rates.bf16_all:,.0f}, fp32 {rates.fp32_all:,.0f} GFLOP/s)" if rates else ""
+    if rates and rates.step:
+        return _measured_precision(evidence.machine, rates, rates.step)
+    units = evidence.machine.isa.bf16_units
     if units and rates and rates.fastest_dtype == "fp32":
-        return Verdict(
-            "precision",
-            "warning",
-            f"The CPU has bf16 units ({units}), but this torch does not reach them{figures}.",
-            "Use fp32, or a newer torch.",
-        )
+        return _units_not_reached(units, rates, "")
+    products = _products(rates)
     if units:
         return Verdict(
-            "precision", "good", f"bf16: the CPU multiplies bf16 numbers itself ({units}){figures}.", "Use bf16."
+            "precision", "good", f"bf16: the CPU multiplies bf16 numbers itself ({units}){products}.", "Use bf16."
         )
     if not evidence.machine.isa.flags:
         return Verdict("precision", "advice", "The CPU's features are unknown; fp32 runs on every CPU.", "Use fp32.")
-    return Verdict(
-        "precision",
-        "good",
-        "fp32: this CPU has no bf16 units. bf16 here means stored as bf16, computed in fp32: less memory, same time. "
-        f"PyTorch's own bf16 products crawl on such a CPU{figures}.",
-        "Use fp32.",
+    return Verdict("precision", "good", f"fp32: {_without_units(rates)}", "Use fp32.")
+
+
+def _measured_precision(machine: Machine, rates: Rates, step: TrainingStep) -> Verdict:
+    """By the training step: what the CPU has only explains it."""
+    faster = f"{_which_trains_faster(step)}. "
+    units = machine.isa.bf16_units
+    if units and rates.fastest_dtype == "fp32" and step.gain < WORTHWHILE_GAIN:
+        return _units_not_reached(units, rates, faster)
+    if step.gain >= WORTHWHILE_GAIN:
+        why = f"The CPU multiplies bf16 numbers itself ({units})." if units else _no_units(machine)
+        return Verdict("precision", "good", f"{faster}{why}", "Use bf16.")
+    if units:
+        little = "gain too little to give up the digits of fp32" if step.gain > _TIE else "do not make training faster"
+        return Verdict("precision", "advice", f"{faster}The CPU's bf16 units ({units}) {little}.", "Use fp32.")
+    why = _without_units(rates) if machine.isa.flags else _no_units(machine)
+    memory = ", or bf16 where memory is short" * (step.gain > 1 / _TIE)
+    return Verdict("precision", "good", f"{faster}{why[0].upper()}{why[1:]}", f"Use fp32{memory}.")
+
+
+def _which_trains_faster(step: TrainingStep) -> str:
+    when = " while other programs ran" * step.disturbed
+    figures = f"(measured step{when}: fp32 {1000 * step.fp32:,.0f} ms, bf16 {1000 * step.bf16:,.0f} ms)"
+    if 1 / _TIE < step.gain < _TIE:
+        return f"fp32 and bf16 train equally fast here {figures}"
+    first, second, times = ("bf16", "fp32", step.gain) if step.gain > 1 else ("fp32", "bf16", 1 / step.gain)
+    return f"{first} trains {times:.2f} times as fast as {second} here {figures}"
+
+
+def _units_not_reached(units: str, rates: Rates, faster: str) -> Verdict:
+    text = f"{faster}The CPU has bf16 units ({units}), but this torch does not reach them{_products(rates)}."
+    return Verdict("precision", "warning", text, "Use fp32, or a newer torch.")
+
+
+def _without_units(rates: Rates | None) -> str:
+    return (
+        "this CPU has no bf16 units. bf16 here means stored as bf16, computed in fp32, which takes less memory. "
+        f"PyTorch's own bf16 products are very slow on such a CPU{_products(rates)}."
     )
+
+
+def _no_units(machine: Machine) -> str:
+    return (
+        "This CPU has no bf16 units, but bf16 moves half the bytes."
+        if machine.isa.flags
+        else "The CPU's features are unknown."
+    )
+
+
+def _products(rates: Rates | None) -> str:
+    return f" (measured products: bf16 {rates.bf16_all:,.0f}, fp32 {rates.fp32_all:,.0f} GFLOP/s)" if rates else ""
 
 
 def processes_and_threads(machine: Machine) -> tuple[int, int]:

@@ -182,14 +182,16 @@ def measure_peak(job: Job) -> None:
 
 def know_the_machine(say: Callable[[str], None]) -> Rates:
     """What the machine reaches: measured once, and looked at again for half a second in every run."""
+    from stoker.kernels.clock import clock_ghz
     from stoker.machine import rates, this_machine
+    from stoker.machine.measure import measure_rates, remeasure
 
     machine = this_machine()
     if (known := rates.known(machine)) is not None:
-        return rates.raised(machine, known)
+        return remeasure(machine, known, clock=clock_ghz)
     say("measuring what this machine can do (once, 6 seconds)")
-    found = rates.measure(machine)
-    rates.forgotten_reason(machine, found)
+    found = measure_rates(machine, clock=clock_ghz)
+    rates.save(machine, found)
     return found
 
 

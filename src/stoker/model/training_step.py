@@ -1,0 +1,112 @@
+"""How long one training step takes here in fp32 and in bf16, measured on a small encoder through `stoker.optimize`.
+
+A square product alone does not tell which precision trains faster: normalisation, attention, the optimizer and the
+conversion of weights take part. The result is a `stoker.machine.rates.TrainingStep`; keeping it is left to the caller.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stoker.machine import Machine, load
+from stoker.machine.rates import TrainingStep, installed_version
+from stoker.model.optimize import optimize
+
+__all__ = ["measure_training_step"]
+
+_ROWS, _LENGTH = 12, 128  # as many tokens as a usual batch has: fewer would measure the optimizer
+_FEW_ROWS = 3  # where twelve would take too long
+_ALL_ROWS_FROM = 100.0  # GFLOP/s in fp32: a step of twelve rows takes about half a second there
+_LAYERS = 2
+_SMALL, _BASE = 384, 768  # widths of MiniLM and of BERT-base
+_BASE_FROM = 1000.0  # GFLOP/s in fp32: slower machines would take ten seconds at the larger width
+_WARM_UP = 2  # rounds: the first chooses the engines of the products, the second fills the optimizer's caches
+_ROUNDS = (3, 31)
+_MEMORY = 2 << 30  # bytes: two models with gradients, AdamW's moments and activations take 1 GB at width 768
+
+Step = Callable[[], None]
+
+
+def measure_training_step(machine: Machine, fp32_gflops: float, *, seconds: float = 2.0) -> TrainingStep:
+    """Measures for about `seconds` after warm-up, the two precisions in turn; medians.
+
+    Thread count and random numbers are left as they were; the allocator settings of `optimize` stay. Raises RuntimeError or
+    ImportError with the reason in one sentence where it cannot be measured.
+    """
+    available = [size for size in (machine.memory_available, machine.usable_memory) if size is not None]
+    if available and min(available) < _MEMORY:
+        raise RuntimeError(f"only {min(available) / 2**30:.1f} GB of memory are available, it takes {_MEMORY >> 30} GB")
+    width = _BASE if fp32_gflops >= _BASE_FROM else _SMALL
+    rows = max(_FEW_ROWS, min(_ROWS, round(_ROWS * fp32_gflops / _ALL_ROWS_FROM)))
+    before = torch.get_num_threads()
+    others = load.others_during()
+    torch.set_num_threads(machine.usable_threads)
+    try:
+        with torch.random.fork_rng(devices=[]):  # measuring must not move the random numbers of the caller
+            fp32, bf16 = _sides(width, rows)
+            times = _in_turn(fp32, bf16, seconds)
+    finally:
+        torch.set_num_threads(before)
+    return TrainingStep(
+        fp32=round(statistics.median(times[0]), 6),
+        bf16=round(statistics.median(times[1]), 6),
+        width=width,
+        layers=_LAYERS,
+        tokens=rows * _LENGTH,
+        rounds=len(times[0]),
+        stoker=installed_version("stoker"),
+        measured=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        disturbed=(watched := others()) is not None and watched.disturbs,
+    )
+
+
+def _sides(width: int, rows: int) -> tuple[Step, Step]:
+    """One training step of equal models in fp32 and in bf16."""
+    try:
+        from transformers import BertConfig, BertForSequenceClassification
+    except ImportError as error:
+        raise ImportError(f"transformers cannot be imported ({error}); pip install 'stoker[hf]'") from error
+
+    config = BertConfig(
+        vocab_size=1024,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=width // 64,
+    )
+    model = BertForSequenceClassification(config).train()
+    ids = torch.randint(0, config.vocab_size, (rows, _LENGTH))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0] % 2}
+    return _side(copy.deepcopy(model), torch.float32, inputs), _side(model, torch.bfloat16, inputs)
+
+
+def _side(model: Any, dtype: torch.dtype, inputs: dict[str, torch.Tensor]) -> Step:
+    model, optimizer = optimize(model, torch.optim.AdamW(model.parameters(), lr=1e-5), dtype=dtype)
+
+    def step() -> None:
+        model(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _in_turn(fp32: Step, bf16: Step, seconds: float) -> tuple[list[float], list[float]]:
+    """Seconds of each step; the sides alternate, so that whatever else the machine does meets both."""
+    for _ in range(_WARM_UP):
+        fp32()
+        bf16()
+    times: tuple[list[float], list[float]] = ([], [])
+    end = time.perf_counter() + seconds
+    while len(times[0]) < _ROUNDS[0] or (time.perf_counter() < end and len(times[0]) < _ROUNDS[1]):
+        for step, taken in zip((fp32, bf16), times, strict=True):
+            begin = time.perf_counter()
+            step()
+            taken.append(time.perf_counter() - begin)
+    return times
