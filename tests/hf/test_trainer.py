@@ -338,6 +338,13 @@ def test_a_peak_that_is_exceeded_is_measured_again(monkeypatch: pytest.MonkeyPat
     assert (looks, meter.peak) == ([True], 1e15)
 
 
+def test_training_a_little_above_the_measured_peak_is_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.hf.meter._peak_now", lambda bf16: None)
+    meter = Meter(Work(6.0, 0.0), 100.0)
+    assert [meter._share(rate)["share_of_peak"] for rate in (50.0, 104.0, 52.0)] == [0.5, 1.0, 0.5]
+    assert meter.peak == 104.0
+
+
 def test_a_peak_that_is_exceeded_again_is_not_believed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -71,3 +71,13 @@ def test_shares_are_held_against_the_peak_found_last(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.peak == 180e9
     assert [one.get("share_of_peak") for one in run.steps] == [pytest.approx(0.5), None, 0.5]
+
+
+def test_a_share_above_one_in_an_older_log_raises_the_peak(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.write("start")
+    log.write("step", step=1, share_of_peak=1.04, peak=100e9)
+    log.write("step", step=2, share_of_peak=0.52, peak=100e9)
+    run = read_run(tmp_path)
+    assert run.peak == pytest.approx(104e9)
+    assert [one["share_of_peak"] for one in run.steps] == [pytest.approx(1.0), pytest.approx(0.5)]

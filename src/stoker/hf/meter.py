@@ -24,6 +24,7 @@ __all__ = ["Meter", "Work", "training_flops"]
 
 log = logging.getLogger("stoker")
 
+_NOISE = 1.05  # products measured at different times differ by this much
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
 
 
@@ -100,13 +101,14 @@ class Meter:
         if rate > self.peak and not self._looked_again:
             self._looked_again = True
             self.peak = max(self.peak, _peak_now(self.bf16) or 0.0)
-        if rate > 1.05 * self.peak:
-            # Nothing exceeds a peak; this one was measured while the machine did something else.
+        if rate > _NOISE * self.peak:
+            # This peak was measured while the machine did something else.
             log.warning(
                 "training is faster than the peak that was measured here; `stoker doctor --fresh` measures again"
             )
             self.peak = None
             return {}
+        self.peak = max(self.peak, rate)  # a peak is what was reached here at best, by a product or by training itself
         return {"share_of_peak": round(rate / self.peak, 4)}
 
     def take(self) -> dict[str, float]:

@@ -118,9 +118,10 @@ def read_run(folder: str | Path) -> Run:
 
 
 def _one_peak(run: Run) -> None:
-    """A peak that was found too low on the way was raised; the shares before are held against the last one too."""
+    """All shares refer to the highest rate that was reached: a peak that proved too low on the way was raised."""
     told = [one for one in run.steps if isinstance(one.get("peak"), int | float) and "share_of_peak" in one]
-    run.peak = max((one["peak"] for one in told), default=None)
+    # A share above 1, as older logs may have, shows that training itself reached more than the peak then known.
+    run.peak = max((one["peak"] * max(one["share_of_peak"], 1.0) for one in told), default=None)
     for one in told:
         one["share_of_peak"] *= one["peak"] / run.peak
 
