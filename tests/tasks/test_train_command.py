@@ -395,3 +395,23 @@ def test_a_reader_that_goes_away_does_not_end_training(bert: Path, squad: Path, 
     assert process.wait(timeout=300) == 0
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_rates_measured_for_a_training_have_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without it, `stoker doctor` could only show them as shares of the nominal peak.
+    from stoker.machine import Machine, measure
+    from stoker.machine.rates import Rates
+    from stoker.tasks.run import know_the_machine
+
+    monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("stoker.kernels.clock.clock_ghz", lambda threads: 3.5)
+    full = measure.measure_rates
+
+    def short(machine: Machine, *, clock: measure.Clock | None) -> Rates:
+        return full(machine, clock=clock, seconds=0.2)
+
+    monkeypatch.setattr(measure, "measure_rates", short)
+    assert know_the_machine(print).clock_all == 3.5
+    monkeypatch.setattr(measure, "_product_gflops", lambda *_: (1e9, 128, 3.7))
+    again = know_the_machine(print)
+    assert (again.fp32_all, again.clock_all) == (1e9, 3.7)
