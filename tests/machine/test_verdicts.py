@@ -63,6 +63,7 @@ def test_bf16_units_that_torch_does_not_reach_are_told(recorded: Recorded) -> No
     found = judge(recorded("genoa"), rates=RATES)["precision"]
     assert found.level == "warning"
     assert "bf16 90, fp32 4,000" in found.text
+    assert "bf16 0.3, fp32 4,000" in judge(recorded("genoa"), rates=replace(RATES, bf16_all=0.3))["precision"].text
     fast = judge(recorded("genoa"), rates=replace(RATES, bf16_all=9000.0))["precision"]
     assert (fast.level, fast.action) == ("good", "Use bf16.")
 

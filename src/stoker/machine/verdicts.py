@@ -121,7 +121,10 @@ def _no_units(machine: Machine) -> str:
 
 
 def _products(rates: Rates | None) -> str:
-    return f" (measured products: bf16 {rates.bf16_all:,.0f}, fp32 {rates.fp32_all:,.0f} GFLOP/s)" if rates else ""
+    if rates is None:
+        return ""
+    bf16, fp32 = (f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}" for rate in (rates.bf16_all, rates.fp32_all))
+    return f" (measured products: bf16 {bf16}, fp32 {fp32} GFLOP/s)"
 
 
 def processes_and_threads(machine: Machine) -> tuple[int, int]:
