@@ -15,7 +15,7 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLists.txt pyproject.toml
 
-.PHONY: help mpis oldest demo test lint format bench sanitize wheel clean install
+.PHONY: help mpis oldest demo test lint format bench attack sanitize wheel clean install
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -42,6 +42,13 @@ bench: install ## kernels, training step, launch and allreduce, on a quiet machi
 	@$(BIN)/python benchmarks/train_step.py --out build/bench
 	@$(BIN)/python benchmarks/launch.py --rounds 2 --layers 2
 	@$(BIN)/python benchmarks/collectives.py
+
+# CASES, KILLS, JOBS, and SEED for another draw than today's.
+CASES ?= 3000
+KILLS ?= 200
+JOBS  ?= 2
+attack: install ## bad input, kills and odd environments by the thousand, with counts at the end; about an hour on two cores
+	@$(BIN)/python tests/attack/run.py --cases $(CASES) --kills $(KILLS) --jobs $(JOBS) $(if $(SEED),--seed $(SEED)) $(ATTACK_ARGS)
 
 sanitize: install ## the C++ under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(BIN)/python tests/kernels/sanitize.py

@@ -1,0 +1,67 @@
+"""A model, data and the log of a run that are as they should be: what the cases start from."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+__all__ = ["make_base", "rows", "squad"]
+
+_NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana"]
+_PLACES = ["Torwick", "Lund", "Ash", "Kell"]
+
+
+def squad(count: int, first: int = 0) -> dict[str, Any]:
+    """Questions in the official nested layout."""
+    paragraphs = []
+    for number in range(first, first + count):
+        name, place = _NAMES[number % len(_NAMES)], _PLACES[number // len(_NAMES) % len(_PLACES)]
+        context = f"In {place} lived {name}, who wrote letter {number}."
+        answer = {"text": name, "answer_start": context.index(name)}
+        paragraphs.append({"context": context, "qas": [{"id": f"q{number}", "question": f"Who wrote letter {number}?",
+                                                        "answers": [answer]}]})  # fmt: skip
+    return {"version": "1.1", "data": [{"title": "letters", "paragraphs": paragraphs}]}
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """Sentences with a label."""
+    words = ("bad", "good")
+    return [
+        {"sentence": f"{_NAMES[n % 8]} is {words[n % 2]} in {_PLACES[n % 4]}.", "label": n % 2} for n in range(count)
+    ]
+
+
+def make_base(folder: Path) -> None:
+    (folder / "train.json").write_text(json.dumps(squad(24)))
+    (folder / "dev.json").write_text(json.dumps(squad(6, first=24)))
+    for name, count in (("train.tsv", 24), ("dev.tsv", 8)):
+        lines = ["sentence\tlabel", *(f"{row['sentence']}\t{row['label']}" for row in rows(count))]
+        (folder / name).write_text("\n".join(lines) + "\n")
+    save_model(folder / "model")
+
+
+def save_model(folder: Path) -> None:
+    """A BERT of two layers with an alphabet for a vocabulary, so that it loads in no time."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    letters = string.ascii_lowercase + string.digits + string.punctuation
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    words += ["who", "wrote", "letter", "in", "lived", "good", "bad", "is"]
+    backend = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
+        mask_token="[MASK]", model_max_length=128, model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    ).save_pretrained(folder)  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(folder)

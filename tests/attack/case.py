@@ -1,0 +1,90 @@
+"""A case: a command line with the files around it, what came of it, and what of that counts as a failure."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["SECONDS", "Case", "Outcome", "chance_of", "failures", "seed_of_today"]
+
+SECONDS = 30.0
+"""A case that takes longer hangs."""
+_LINES, _CHARACTERS = 8, 2500
+"""The longest message: one sentence, or one with the first five bad rows of a file and how many more there are."""
+_TRACEBACK = re.compile(
+    r"Traceback \(most recent call last\)|^Exception ignored in|Fatal Python error|^--- Logging error", re.M
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+@dataclass(frozen=True)
+class Case:
+    argv: list[str]
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Written into the working directory before the command runs; a failure if they are changed."""
+    links: dict[str, str] = field(default_factory=dict)
+    """Symbolic links in the working directory."""
+    stdin: bytes = b""
+    variables: dict[str, str | None] = field(default_factory=dict)
+    """Environment variables to set, or to remove."""
+    writes: tuple[str, ...] = ()
+    """Names in the working directory that the command may create or change."""
+    codes: tuple[int, ...] = (0, 2)
+    prepare: Callable[[], None] | None = None
+    """Called in the forked child, in its working directory, before the command."""
+    before: Callable[[str], None] | None = None
+    """Called with the case's folder before the fork; `after` undoes it."""
+    after: Callable[[str], None] | None = None
+    process: bool = False
+    """Start a new Python for it: what is set up when Python starts cannot be changed in a fork."""
+    open_output: bool = True
+    """Whether its messages can be read; without it only the exit code and what is left behind are judged."""
+
+
+@dataclass
+class Outcome:
+    code: int | None
+    """None: it was still running after the time limit."""
+    output: str = ""
+    error: str = ""
+    left: list[str] = field(default_factory=list)
+    """Files and processes that should not be there."""
+    seconds: float = 0.0
+
+
+def failures(case: Case, outcome: Outcome) -> list[str]:
+    """What is wrong with an outcome, each as `kind: detail`; nothing for a good one."""
+    found = []
+    if outcome.code is None:
+        found.append(f"hang: still running after {outcome.seconds:.0f} s")
+    elif outcome.code < 0:
+        found.append(f"crash: ended by signal {-outcome.code}")
+    elif outcome.code not in case.codes:
+        found.append(f"code: exit code {outcome.code}")
+    said = outcome.output + outcome.error
+    if _TRACEBACK.search(said):
+        found.append("traceback: " + (said.strip().splitlines() or [""])[-1][:200])
+    if outcome.code == 2 and case.open_output:
+        lines = outcome.error.strip().splitlines()
+        if not lines:
+            found.append("silent: exit code 2 without a message")
+        elif len(lines) > _LINES or len(outcome.error) > _CHARACTERS:
+            found.append(f"message: {len(lines)} lines, {len(outcome.error)} characters")
+        elif control := _CONTROL.search(outcome.error):
+            found.append(f"message: control character {control[0]!r} reaches the terminal")
+    found += [f"leftover: {name}" for name in outcome.left]
+    return found
+
+
+def chance_of(seed: int, kind: str, number: int) -> random.Random:
+    """The draws of one case depend on nothing else, so that it can be run alone."""
+    return random.Random(f"{seed}/{kind}/{number}")
+
+
+def seed_of_today() -> int:
+    """$STOKER_ATTACK_SEED, or the date."""
+    return int(os.environ.get("STOKER_ATTACK_SEED") or time.strftime("%Y%m%d", time.gmtime()))

@@ -1,0 +1,173 @@
+"""Command lines: every command with options it has and has not, and with values that do not fit them."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+
+from attack import odd
+from attack.case import Case
+
+__all__ = ["any_command", "flat", "good_training", "launch", "rank_variables", "train"]
+
+_SIMPLE = {
+    "doctor": ["--json", "--fresh", "--root"],
+    "selftest": [],
+    "demo": ["--output_dir", "--seconds", "--questions", "--seed", "--model", "--no-compare"],
+    "ask": ["--model", "--text", "--file", "--question", "--no-answer", "--max-seq-length", "--json"],
+    "report": ["--output"],
+    "config": ["show", "check", "migrate", "--yes", "--config_file", "--num_processes", "--mixed_precision", "default"],
+    "plan": ["--nodes", "--network", "--latency", "--model", "--task", "--batch", "--length", "--rows", "--price", "--processes",
+             "--step", "--parameters", "--out", "--json", "--fresh"],
+    "env": [],
+    "help": [],
+    "train": ["qa", "classify", "--help", "--help-all"],
+}  # fmt: skip
+_PLAUSIBLE = ["1", "2", "3", "0.5", "bf16", "auto", "no", "yes", "true", "10gbit", "1..4", "1,2", "model", "run", "s.py", "new",
+              "qa", "none", "steps", "epoch", "train.json", "localhost", "127.0.0.1:29500",
+              "0,1", "OMP_NUM_THREADS=1"]  # fmt: skip
+_WRITES = ("new", "new.yaml", "out", "report.html", "run")
+
+# These start as many threads or processes as they are told; a machine that is shared would suffer.
+_COUNTS = ("--dataloader_num_workers", "--preprocessing_num_workers", "--torch_compile", "--torch_compile_backend",
+           "--torch_compile_mode")  # fmt: skip
+# These ask services elsewhere, or wait for a debugger.
+_ELSEWHERE = (
+    "--push_to_hub",
+    "--hub_model_id",
+    "--dataset_name",
+    "--task_name",
+    "--debug",
+    "--deepspeed",
+    "--use_mps_device",
+)
+
+
+def _files(base: Path) -> dict[str, bytes]:
+    return {"s.py": b"", "hosts": b"localhost slots=2\n", "t.txt": b"Ada wrote the letter.\n", "empty": b""}
+
+
+def _links(base: Path) -> dict[str, str]:
+    names = ("model", "train.json", "dev.json", "train.tsv", "dev.tsv")
+    return {"loop": "loop", "zero.json": "/dev/zero", **{name: str(base / name) for name in names}}
+
+
+def _value(r: random.Random) -> str:
+    return r.choice(_PLAUSIBLE) if r.random() < 0.4 else odd.word(r)
+
+
+def any_command(r: random.Random, base: Path) -> Case:
+    """A command with some of its options, in any order."""
+    command = r.choice([*_SIMPLE, odd.word(r)])
+    known = _SIMPLE.get(command, ["--help"])
+    argv = [command]
+    for _ in range(r.choice((0, 1, 2, 3, 5))):
+        argv += [r.choice(known)] if known and r.random() < 0.8 else [odd.word(r)]
+        if r.random() < 0.7:
+            argv += [_value(r)]
+    if command == "doctor":
+        argv.append("--no-rates")
+    elif command == "plan" and r.random() < 0.8:
+        argv += ["--step", _value(r), "--parameters", _value(r)]
+    elif command == "ask" and r.random() < 0.8:
+        argv += ["--model", "model", r.choice(("--text", "--file")), r.choice((_value(r), "t.txt", "zero.json", "-"))]
+    elif command == "report":
+        argv.insert(1, r.choice((_value(r), "run")))
+    elif command == "config" and not {"show", "check", "migrate"} & set(argv):
+        argv += ["--config_file", "new.yaml"]
+    stdin = odd.value(r).encode("utf-8", "surrogatepass")
+    codes = (0, 1, 2) if command in ("config", "selftest") else (0, 2)
+    # Where to write is for the person to say, so any name that does not exist may be made.
+    writes = ("*",) if command in ("plan", "report", "config", "demo") else _WRITES
+    return Case(argv, _files(base), _links(base), stdin, writes=writes, codes=codes)
+
+
+@functools.cache
+def _launch_options() -> tuple[tuple[str, bool], ...]:
+    from stoker.cli.launch import build_parser
+
+    actions = build_parser()._option_string_actions
+    return tuple((name, action.nargs != 0) for name, action in actions.items() if name not in ("-h", "--help"))
+
+
+def launch(r: random.Random, base: Path) -> Case:
+    argv = ["launch"]
+    for _ in range(r.choice((0, 1, 2, 3, 6))):
+        name, takes = r.choice(_launch_options())
+        if r.random() < 0.05:
+            name, takes = odd.word(r), r.random() < 0.5
+        argv += [f"{name}={_value(r)}"] if takes and r.random() < 0.2 else [name, _value(r)] if takes else [name]
+    if r.random() < 0.8:
+        argv.append("--dry-run")
+    argv += r.choice(
+        (["s.py"], ["s.py", "a", ":", "-n", "1", "touch", "pwned"], [odd.word(r)], [], ["-m", odd.word(r)])
+    )
+    return Case(argv, _files(base), _links(base), writes=_WRITES)
+
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "PMI_FD", "MPI_LOCALRANKID",
+              "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+              "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID",
+              "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "TORCHELASTIC_RUN_ID", "MASTER_ADDR",
+              "MASTER_PORT", "OMP_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "COLUMNS", "TERM", "LD_PRELOAD_",
+              "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HF_HOME", "STOKER_CACHE_DIR", "STOKER_ISA", "STOKER_LAUNCH_SILENCE",
+              "STOKER_LINEAR_ENGINE", "STOKER_LOCAL_SGD", "STOKER_GRADIENT_COMPRESSION", "ACCELERATE_MIXED_PRECISION", "PATH",
+              "HOME", "TMPDIR", "NO_COLOR", "SLURM_CPUS_ON_NODE", "PET_NNODES", "PET_NODE_RANK")  # fmt: skip
+
+
+def rank_variables(r: random.Random, base: Path) -> Case:
+    """Variables that launchers, batch systems and people leave behind."""
+    chosen = r.sample(_VARIABLES, r.choice((1, 1, 2, 4, 8)))
+    variables: dict[str, str | None] = {name: _value(r).replace("\0", "") for name in chosen}
+    argv = r.choice((["launch", "--dry-run", "s.py"], ["launch", "-n", "2", "--dry-run", "s.py"], ["launch", "s.py"],
+                     ["doctor", "--no-rates"], ["doctor", "--no-rates", "--json"], ["env"], ["config", "show"],
+                     ["config", "--yes", "--config_file", "new.yaml"], ["--version"]))  # fmt: skip
+    return Case(argv, _files(base), variables=variables, writes=("*",), codes=(0, 2))
+
+
+@functools.cache
+def _train_options(task: str) -> tuple[tuple[str, bool], ...]:
+    from stoker.tasks.classify.train import ClassifyOptions
+    from stoker.tasks.options import OptionParser
+    from stoker.tasks.qa.train import QaOptions
+
+    actions = OptionParser(f"train {task}", QaOptions if task == "qa" else ClassifyOptions)._option_string_actions
+    return tuple(
+        (name, action.nargs != 0)
+        for name, action in actions.items()
+        if name.startswith("--") and name.replace("-", "_").replace("__", "--", 1) not in _COUNTS + _ELSEWHERE
+    )
+
+
+def good_training(task: str) -> list[list[str]]:
+    """The options of a small training that works, each with its value."""
+    suffix = "json" if task == "qa" else "tsv"
+    return [
+        ["--model_name_or_path", "model"], ["--train_file", f"train.{suffix}"], ["--validation_file", f"dev.{suffix}"],
+        ["--do_train"], ["--do_eval"], ["--output_dir", "out"], ["--max_steps", "2"], ["--max_seq_length", "48"],
+        ["--per_device_train_batch_size", "4"], ["--report_to", "none"],
+    ] + [["--doc_stride", "8"]] * (task == "qa")  # fmt: skip
+
+
+def flat(options: list[list[str]]) -> list[str]:
+    return [word for option in options for word in option]
+
+
+def train(r: random.Random, base: Path) -> Case:
+    """A training that would work, with an option missing, or one more, or a value that does not fit."""
+    task = r.choice(("qa", "classify"))
+    options = good_training(task)
+    for _ in range(r.choice((1, 1, 2, 3))):
+        kind = r.random()
+        if kind < 0.15:
+            options.pop(r.randrange(len(options)))
+        elif kind < 0.35:
+            options.append([r.choice(options)[0], _value(r)])
+        else:
+            name, takes = r.choice(_train_options(task))
+            options.append([name, _value(r)] if takes or r.random() < 0.2 else [name])
+    if r.random() < 0.1:
+        options.insert(0, [odd.word(r)])
+    r.shuffle(options)
+    return Case(["train", task, *flat(options)], _files(base), _links(base), writes=("*",), codes=(0, 1, 2))

@@ -1,0 +1,154 @@
+"""Training data that is not: tables, JSON and Parquet with rows of everything, damaged bytes, and files that are no files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from attack import odd
+from attack.base import rows, squad
+from attack.case import Case
+from attack.command_lines import flat, good_training
+
+__all__ = ["data_file"]
+
+_TOKENS = (
+    b'"',
+    b",",
+    b"\t",
+    b"\n",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b":",
+    b"\\",
+    b"\\ud800",
+    b"null",
+    b"NaN",
+    b"1e999",
+    b"9" * 5000,
+)
+_VALUES: list[Any] = [
+    None, True, False, 0, -1, 10**400, 1.5, float("nan"), float("inf"), "", " ", "\ud800", "x" * 20_000, [], {}, [[]], [None],
+    {"text": 1}, {"text": ["Ada"], "answer_start": [3]}, {"text": [], "answer_start": []},
+    {"text": ["Ada"], "answer_start": []},
+    {"text": None, "answer_start": None}, {"text": ["Ada"], "answer_start": [10**30]}, {"text": "Ada", "answer_start": "3"}, "[1",
+    "\0", "☃", "{'text': ['Ada'], 'answer_start': [3]}", "__import__('os').system('touch pwned')", "9" * 5000, "(" * 500,
+]  # fmt: skip
+
+
+def data_file(r: random.Random, base: Path) -> Case:
+    """A file of either task, used to train, to evaluate or to predict."""
+    task = r.choice(("qa", "classify"))
+    suffix = r.choice(("json", "json", "jsonl", "csv", "tsv", "parquet", "txt", "ndjson"))
+    content = _content(r, task, suffix)
+    if suffix == "parquet" or r.random() < 0.35:
+        content = odd.damage(r, content, _TOKENS)
+    name = f"bad.{suffix}"
+    if r.random() < 0.15:
+        name += ".gz"
+        content = gzip.compress(content) if r.random() < 0.7 else content
+        content = odd.damage(r, content) if r.random() < 0.4 else content
+    files, links = {name: content}, {"model": str(base / "model")}
+    for good in ("train.json", "dev.json", "train.tsv", "dev.tsv"):
+        links[good] = str(base / good)
+    if r.random() < 0.05:
+        del files[name]
+        links[name] = r.choice(("/dev/zero", name, "/", "/proc/self/mem", "nowhere"))
+    options = good_training(task)
+    flag = r.choice(("--train_file", "--train_file", "--validation_file", "--test_file"))
+    options = [option for option in options if option[0] != flag] + [[flag, name]]
+    if flag == "--test_file":
+        options.append(["--do_predict"])
+    if flag != "--train_file":
+        options = [option for option in options if option[0] not in ("--do_train", "--train_file", "--max_steps")]
+    for extra in (["--strict"], ["--version_2_with_negative"], ["--do_regression"], ["--text_column_names", "sentence"],
+                  ["--label_column_name", "label"], ["--max_train_samples", "3"]):  # fmt: skip
+        belongs = "qa" if extra[0] == "--version_2_with_negative" else "classify" if "_column" in extra[0] else task
+        if r.random() < 0.1 and belongs == task:
+            options.append(extra)
+    return Case(["train", task, *flat(options)], files, links, writes=("out",), codes=(0, 1, 2))
+
+
+def _content(r: random.Random, task: str, suffix: str) -> bytes:
+    if task == "qa" and suffix == "json" and r.random() < 0.5:
+        return _dump(_spoil(r, squad(12)))
+    table = [_flat(number) for number in range(12)] if task == "qa" else rows(12)
+    spoiled = _spoil(r, table) if r.random() < 0.8 else table
+    return _written(r, spoiled, suffix)
+
+
+def _flat(number: int) -> dict[str, Any]:
+    paragraph = squad(1, number)["data"][0]["paragraphs"][0]
+    entry = paragraph["qas"][0]
+    answers = {"text": [entry["answers"][0]["text"]], "answer_start": [entry["answers"][0]["answer_start"]]}
+    return {"id": entry["id"], "context": paragraph["context"], "question": entry["question"], "answers": answers}
+
+
+def _spoil(r: random.Random, content: Any) -> Any:
+    """Some places of nested lists and objects hold something else, or nothing."""
+    for _ in range(r.choice((1, 1, 2, 6))):
+        places = list(_places(content))
+        if not places:
+            return content
+        holder, key = r.choice(places)
+        kind = r.random()
+        if kind < 0.7:
+            holder[key] = r.choice(_VALUES)
+        elif kind < 0.85:
+            del holder[key]
+        elif isinstance(holder, dict):
+            holder[odd.value(r)] = holder.pop(key)
+        else:
+            holder.append(holder[key])
+    return content if r.random() < 0.95 else r.choice(_VALUES)
+
+
+def _places(content: Any):  # type: ignore[no-untyped-def]
+    if isinstance(content, dict | list):
+        for key in list(content) if isinstance(content, dict) else range(len(content)):
+            yield content, key
+            yield from _places(content[key])
+
+
+def _dump(content: Any) -> bytes:
+    return json.dumps(content).encode()
+
+
+def _written(r: random.Random, table: Any, suffix: str) -> bytes:
+    if suffix in ("json", "txt"):
+        return _dump(r.choice((table, {"data": table}, {"data": {"data": table}}, {"rows": table})))
+    if not isinstance(table, list):
+        table = [table]
+    if suffix in ("jsonl", "ndjson"):
+        return b"\n".join(map(_dump, table))
+    objects = [row for row in table if isinstance(row, dict)] or [{}]
+    if suffix == "parquet":
+        return _parquet(objects)
+    mark = "\t" if suffix == "tsv" else ","
+    names = list(objects[0])
+    quote = (
+        (lambda text: text)
+        if suffix == "tsv" or r.random() < 0.2
+        else (lambda text: '"' + text.replace('"', '""') + '"')
+    )
+    lines = [mark.join(names)] + [mark.join(quote(str(row.get(name, ""))) for name in names) for row in objects]
+    return r.choice(("\n", "\n", "\r\n", "\r")).join(lines).encode("utf-8", "surrogatepass")
+
+
+def _parquet(objects: list[dict[str, Any]]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.Table.from_pylist(objects)
+        file = io.BytesIO()
+        pyarrow.parquet.write_table(table, file)
+        return file.getvalue()
+    except (pyarrow.ArrowException, ValueError, OverflowError, TypeError):
+        return b"PAR1" + _dump(objects) + b"PAR1"

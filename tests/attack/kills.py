@@ -1,0 +1,233 @@
+"""SIGKILL at drawn moments of a small training, then the same command again until it ends.
+
+A moment is before the N-th write, sync or rename of a checkpoint, a drawn fraction of a second after it has begun, or any time
+between the start and the end of the run. After each kill the newest checkpoint that had been published must be there and
+whole, and the run that ends at last must have the very bytes of one that was left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attack import sandbox
+from attack.case import chance_of
+from attack.command_lines import flat, good_training
+
+__all__ = ["attack"]
+
+Fork = Callable[[Callable[[], int], float], "int | None"]
+_LONGEST = 240.0
+"""Seconds for a whole training; nothing is concluded from how long one takes."""
+_TASKS = {
+    "qa": ["--gradient_accumulation_steps", "2", "--eval_strategy", "steps", "--eval_steps", "3"],
+    "classify": ["--group_by_length", "True", "--metric_for_best_model", "accuracy", "--eval_strategy", "steps",
+                 "--eval_steps", "2", "--load_best_model_at_end", "True"],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    weights: str
+    seconds: float
+    calls: int
+
+
+_undisturbed: dict[str, Undisturbed] = {}
+
+
+def attack(request: dict[str, Any], fork: Fork, work: Path) -> dict[str, Any]:
+    """One run with its kills: what was found, and how many kills there were."""
+    r = chance_of(request["seed"], "kill", request["number"])
+    task = r.choice(list(_TASKS))
+    folder = work / "kill"
+    if task not in _undisturbed:
+        _undisturbed[task] = _leave_alone(task, fork, folder, work)
+    plain = _undisturbed[task]
+    _fresh(folder)
+    story: list[str] = []
+    failures: list[str] = []
+    kills = 0
+    for moment in [_draw(r, plain) for _ in range(r.choice((1, 1, 2, 3)))]:
+        code = fork(lambda moment=moment: _train(task, folder, work, moment), _LONGEST)  # type: ignore[misc]
+        kills += code == -signal.SIGKILL
+        story.append(f"{moment}: {code}")
+        failures += _judge(code, folder, (0, -signal.SIGKILL)) + _checkpoints(fork, folder)
+    if code != 0:
+        code = fork(lambda: _train(task, folder, work, None), _LONGEST)
+        story.append(f"to the end: {code}")
+        failures += _judge(code, folder, (0,)) + _checkpoints(fork, folder)
+    if code == 0 and _weights(folder) != plain.weights:
+        failures.append(f"different: the model of {task} is another than without kills")
+    failures += [f"leftover: {name}" for name in _left(folder)]
+    answer: dict[str, Any] = {"failures": failures, "kills": kills, "code": code, "story": story}
+    if failures:
+        answer["error"] = (folder / "error").read_text(errors="replace")[-3000:]
+    return answer
+
+
+def _draw(r: random.Random, plain: Undisturbed) -> tuple[str, float, float]:
+    kind = r.choice(("before", "before", "inside", "inside", "time"))
+    if kind == "time":
+        return kind, r.uniform(0, plain.seconds), 0.0
+    return kind, r.randrange(plain.calls), r.choice((0.0, r.uniform(0, 0.001), r.uniform(0, 0.02)))
+
+
+def _fresh(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    sandbox.clear(folder)
+    for name in ("cwd", "home", "cache", "tmp"):
+        (folder / name).mkdir()
+
+
+def _leave_alone(task: str, fork: Fork, folder: Path, work: Path) -> Undisturbed:
+    _fresh(folder)
+    begin = time.monotonic()
+    code = fork(lambda: _train(task, folder, work, None), _LONGEST)
+    seconds = time.monotonic() - begin
+    if code != 0:
+        raise RuntimeError(f"the training without kills ended with {code}: {(folder / 'error').read_text()[-2000:]}")
+    return Undisturbed(_weights(folder), seconds, int((folder / "calls").read_text()))
+
+
+def _weights(folder: Path) -> str:
+    return hashlib.sha256((folder / "cwd" / "out" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _train(task: str, folder: Path, work: Path, moment: tuple[str, float, float] | None) -> int:
+    """`stoker train` in this fork, with its end prepared."""
+    import tempfile
+
+    for name in ("HOME", "XDG_CACHE_HOME", "TMPDIR"):
+        os.environ[name] = str(folder / {"HOME": "home", "XDG_CACHE_HOME": "cache", "TMPDIR": "tmp"}[name])
+    tempfile.tempdir = None
+    os.chdir(folder / "cwd")
+    for number, name in ((1, "output"), (2, "error")):
+        os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    for name in ("model", "train.json", "dev.json", "train.tsv", "dev.tsv"):
+        if not os.path.islink(name):
+            os.symlink(work / "base" / name, name)
+    options = [option for option in good_training(task) if option[0] != "--max_steps"]
+    argv = ["train", task, *flat(options), *_TASKS[task], "--max_steps", "8", "--save_steps", "2",
+            "--save_total_limit", "2", "--learning_rate", "1e-3"]  # fmt: skip
+    sys.argv = ["stoker", *argv]
+    import stoker.tasks.run
+    from stoker.cli import main
+
+    stoker.tasks.run.know_the_machine = lambda say: None  # type: ignore[assignment,return-value]
+    calls = _Calls(moment)
+    _remember_published(folder)
+    code = main(argv)
+    (folder / "calls").write_text(str(calls.count))
+    return code
+
+
+class _Calls:
+    """Counts what puts checkpoints on the disk, and ends this process at the drawn one."""
+
+    def __init__(self, moment: tuple[str, float, float] | None) -> None:
+        import safetensors.torch
+        import torch
+
+        self.count, self.moment = 0, moment
+        if moment is not None and moment[0] == "time":
+            threading.Timer(moment[1], _die).start()
+        for holder, names in ((os, ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")), (torch, ("save",)),
+                              (safetensors.torch, ("save_file",))):  # fmt: skip
+            for name in names:
+                setattr(holder, name, self._counted(getattr(holder, name)))
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            if self.moment is not None and self.moment[0] != "time" and self.count == self.moment[1]:
+                if self.moment[0] == "inside":
+                    threading.Timer(self.moment[2], _die).start()
+                else:
+                    _die()
+            self.count += 1
+            return function(*args, **named)
+
+        return call
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _remember_published(folder: Path) -> None:
+    """From here on, a checkpoint that `publish` has returned from is on record, and must not be lost."""
+    from stoker.hf import checkpoints
+
+    original = checkpoints.publish
+
+    def publish(written: Path, target: Path, *rest: Any, **named: Any) -> None:
+        original(written, target, *rest, **named)
+        with open(folder / "published", "a", encoding="utf-8") as file:
+            file.write(f"{target.name}\n")
+
+    checkpoints.publish = publish
+
+
+def _judge(code: int | None, folder: Path, allowed: tuple[int, ...]) -> list[str]:
+    if code is None:
+        return ["hang: a training did not end"]
+    found = [] if code in allowed else [f"code: a training ended with {code}"]
+    if "Traceback" in (folder / "error").read_text(errors="replace"):
+        found.append("traceback: in a training")
+    return found
+
+
+def _checkpoints(fork: Fork, folder: Path) -> list[str]:
+    """What a kill did to the checkpoints, seen as the next start would see them."""
+    target = folder / "seen.json"
+
+    def look() -> int:
+        from stoker.hf import checkpoints
+
+        copy = folder / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        out = folder / "cwd" / "out"
+        if out.is_dir():
+            shutil.copytree(out, copy)
+        else:
+            copy.mkdir()
+        checkpoints.tidy(copy)
+        broken = {path.name: checkpoints.why_unusable(path) for path in checkpoints.all_checkpoints(copy)}
+        last = checkpoints.last_good(copy)
+        told = {
+            "last": checkpoints.step_of(last) if last else 0,
+            "broken": {name: why for name, why in broken.items() if why},
+        }
+        target.write_text(json.dumps(told))
+        shutil.rmtree(copy)
+        return 0
+
+    target.unlink(missing_ok=True)
+    if fork(look, _LONGEST) != 0 or not target.exists():
+        return ["lost: the checkpoints cannot be looked at"]
+    seen = json.loads(target.read_text())
+    target.unlink()
+    found = [f"lost: {name} {why}" for name, why in seen["broken"].items()]
+    names = (folder / "published").read_text().split() if (folder / "published").exists() else []
+    newest = max((int(name.rpartition("-")[2]) for name in names), default=0)
+    if seen["last"] < newest:
+        found.append(f"lost: checkpoint-{newest} had been published, the newest one now is {seen['last']}")
+    return found
+
+
+def _left(folder: Path) -> list[str]:
+    names = sandbox.listing(folder)
+    ends = (".partial", ".replaced", ".deleting", ".tmp")
+    return [name for name in names if name.startswith("tmp/") or name.endswith(ends)]

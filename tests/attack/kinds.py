@@ -1,0 +1,78 @@
+"""What is drawn, and how often. A new generator is a row here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from attack import command_lines, data_files, environments, hostfiles, yaml_files
+from attack.case import Case
+
+__all__ = ["KINDS", "Kind", "stand_in"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    make: Callable[[random.Random, Path], Case]
+    share: int
+    """Of a hundred cases of the long form."""
+
+
+KINDS: dict[str, Kind] = {
+    "config": Kind(lambda r, base: yaml_files.config_file(r), 14),
+    "answers": Kind(lambda r, base: yaml_files.answers(r), 6),
+    "hostfile": Kind(lambda r, base: hostfiles.hostfile(r), 10),
+    "command": Kind(command_lines.any_command, 14),
+    "launch": Kind(command_lines.launch, 12),
+    "variables": Kind(command_lines.rank_variables, 8),
+    "train": Kind(command_lines.train, 12),
+    "data": Kind(data_files.data_file, 14),
+    "environment": Kind(environments.odd_environment, 10),
+}
+
+
+def stand_in() -> None:
+    """Ends a case where bad input has been accepted and something long begins: processes, measurements, the demo.
+
+    What is replaced: the start of ranks, what `stoker plan` measures, the demo's run, and all but two steps of a training.
+    """
+    import os
+
+    import stoker.hf.trainer
+    import stoker.launch.start
+    import stoker.plan.rates
+    import stoker.tasks.demo.run
+    import stoker.tasks.run
+    from stoker.plan.model import Collectives, Node
+
+    os.execv = lambda path, words: os._exit(0)  # type: ignore[assignment]
+    stoker.launch.start.elastic.launch = lambda *rest, **named: 0
+    stoker.launch.start.mpi.launch = lambda *rest, **named: 0
+    stoker.launch.start.hosts.check_hosts = lambda names, *rest, **named: None
+    stoker.tasks.demo.run.run_demo = lambda options: 0
+    stoker.tasks.run.know_the_machine = lambda say: None  # type: ignore[assignment,return-value]
+    collectives = Collectives(1e9, 2e9, 0.1, 0.1, 0.1)
+    stoker.plan.rates.measure_collectives = lambda **named: collectives
+    stoker.plan.rates.measure_node = lambda subject, batch, processes, *rest, **named: Node(
+        step=1.0, processes=processes, parameters=1000, collectives=collectives, cores=2
+    )
+    _stop_after_two_steps(stoker.hf.trainer.Trainer)
+
+
+def _stop_after_two_steps(trainer: type) -> None:
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: object, state: object, control: object, **rest: object) -> None:
+            if state.global_step >= 2:  # type: ignore[attr-defined]
+                control.should_training_stop = True  # type: ignore[attr-defined]
+
+    original = trainer.train  # type: ignore[attr-defined]
+
+    def train(self: object, *rest: object, **named: object) -> object:
+        self.add_callback(Stop())  # type: ignore[attr-defined]
+        return original(self, *rest, **named)
+
+    trainer.train = train  # type: ignore[attr-defined]

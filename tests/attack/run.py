@@ -1,0 +1,200 @@
+"""The long form: `python tests/attack/run.py --cases 3000 --kills 200`, and the way to run one case again: `--only KIND:NUMBER`.
+
+Ends with counts; exit code 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from attack.case import seed_of_today  # noqa: E402
+
+__all__ = ["Server", "attack", "command_again", "describe", "draw"]
+
+
+class Server:
+    """A process of server.py."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="stoker-attack-")
+        words = [sys.executable, str(Path(__file__).with_name("server.py")), self._folder.name]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.ready = self._read("READY")
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._read("RESULT")
+
+    def _read(self, mark: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(mark):
+                answer: dict[str, Any] = json.loads(line[len(mark) :])
+                return answer
+        raise RuntimeError(f"the server of cases ended with exit code {self._process.wait()}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=120)
+        self._folder.cleanup()
+
+
+def draw(seed: int, cases: int, kills: int) -> list[dict[str, Any]]:
+    """The requests of a long form: kinds by their shares, mixed."""
+    from attack.kinds import KINDS
+
+    whole = sum(kind.share for kind in KINDS.values())
+    requests = [
+        {"seed": seed, "kind": name, "number": number}
+        for name, kind in KINDS.items()
+        for number in range(round(cases * kind.share / whole))
+    ]
+    # A run is killed once or more, so that these are more than enough.
+    requests += [{"seed": seed, "kind": "kill", "number": number} for number in range(kills)]
+    random.Random(seed).shuffle(requests)
+    return requests
+
+
+def attack(requests: list[dict[str, Any]], jobs: int, kills: int | None = None) -> Iterator[dict[str, Any]]:
+    """The answers, in the order in which they come. After so many `kills`, no more of them."""
+    left: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    killed = [0]
+    answers: queue.SimpleQueue[dict[str, Any] | BaseException | None] = queue.SimpleQueue()
+    for request in requests:
+        left.put(request)
+
+    def work() -> None:
+        try:
+            server = Server()
+            while not left.empty():
+                try:
+                    request = left.get_nowait()
+                except queue.Empty:
+                    break
+                if request["kind"] == "kill" and kills is not None and killed[0] >= kills:
+                    continue
+                answer = server.ask(request)
+                killed[0] += answer.get("kills", 0)
+                answers.put(answer)
+            server.close()
+            answers.put(None)
+        except BaseException as error:
+            answers.put(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    ended = 0
+    while ended < jobs:
+        answer = answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer is None:
+            ended += 1
+        else:
+            yield answer
+
+
+def command_again(answer: dict[str, Any]) -> str:
+    """Runs this very case again, and shows it."""
+    return f"python tests/attack/run.py --seed {answer['seed']} --only {answer['kind']}:{answer['number']}"
+
+
+_SHOWN = ("argv", "variables", "stdin", "files", "code", "output", "error", "story")
+
+
+def describe(answer: dict[str, Any]) -> str:
+    """A case with everything that can be known of it."""
+    found = "; ".join(answer["failures"]) or "good"
+    lines = [f"{answer['kind']}:{answer['number']}: {found}", f"  again: {command_again(answer)}"]
+    shown = [name for name in _SHOWN if answer.get(name) not in (None, "", {}, "b''")]
+    return "\n".join([*lines, *(f"  {name}: {answer[name]}" for name in shown)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Attacks Stoker with bad input, kills and odd environments.")
+    parser.add_argument("--seed", type=int, default=seed_of_today(), help="the date without it")
+    parser.add_argument("--cases", type=int, default=3000)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument(
+        "--only", metavar="KIND:NUMBER", action="append", help="run this case alone, and show all of it"
+    )
+    parser.add_argument("--kind", action="append", help="only cases of this kind")
+    parser.add_argument("--log", help="append every failure to this file as JSON")
+    options = parser.parse_args()
+    if options.only:
+        cases = [name.rpartition(":") for name in options.only]
+        requests = [
+            {"seed": options.seed, "kind": kind, "number": int(number), "verbose": True} for kind, _, number in cases
+        ]
+        options.jobs = 1
+    else:
+        requests = draw(options.seed, options.cases, options.kills)
+        requests = [one for one in requests if not options.kind or one["kind"] in options.kind]
+    print(
+        f"seed {options.seed}: {sum(one['kind'] != 'kill' for one in requests)} cases, {options.kills} kills",
+        flush=True,
+    )
+    begin, counts, kinds = time.monotonic(), Counter[str](), Counter[str]()
+    for seen, answer in enumerate(attack(requests, options.jobs, options.kills), 1):
+        kinds[answer["kind"]] += 1
+        counts["kills"] += answer.get("kills", 0)
+        counts.update(sorted({failure.partition(":")[0] for failure in answer["failures"]}))
+        if answer["failures"] or options.only:
+            print(describe(answer) if options.only else _short(answer), flush=True)
+            if options.log:
+                with open(options.log, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(answer) + "\n")
+        if seen % 200 == 0:
+            print(
+                f"after {time.monotonic() - begin:.0f} s: {seen - kinds['kill']} cases, {counts['kills']} kills",
+                flush=True,
+            )
+    return summary(options.seed, counts, kinds, time.monotonic() - begin)
+
+
+def _short(answer: dict[str, Any]) -> str:
+    return f"{'; '.join(answer['failures'])[:300]}\n  {command_again(answer)}"
+
+
+def summary(seed: int, counts: Counter[str], kinds: Counter[str], seconds: float) -> int:
+    rows = [("cases", sum(kinds.values()) - kinds["kill"]), ("kills", counts.pop("kills", 0))]
+    bad = {
+        name: counts.pop(name, 0)
+        for name in ("traceback", "hang", "crash", "code", "silent", "message", "lost", "different")
+    }
+    names = {"traceback": "tracebacks", "hang": "hangs over 30 s", "crash": "ended by a signal", "code": "other exit codes",
+             "silent": "refused without a word", "message": "messages too long or unclean", "lost": "lost checkpoints",
+             "different": "finished runs that differ"}  # fmt: skip
+    rows += [(names[name], count) for name, count in bad.items()]
+    rows += [("leftovers", counts.pop("leftover", 0)), *counts.items()]
+    print(
+        f"\nseed {seed}, {seconds / 60:.0f} minutes; "
+        + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
+    )
+    for name, count in rows:
+        print(f"  {name:<28}{count:>6}")
+    return 1 if any(count for name, count in rows[2:]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

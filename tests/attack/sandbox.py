@@ -1,0 +1,123 @@
+"""Keeps an attack away from the rest of the machine, and finds what a case leaves behind.
+
+Where this process may (root, mostly), it gets mounts and a network of its own: everything is read-only but the working
+directory, /tmp and /dev/shm, which are empty and vanish with it, and no name resolves. A root that may not do so becomes nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import resource
+import shutil
+import socket
+import struct
+from pathlib import Path
+
+__all__ = ["BIND", "RDONLY", "REMOUNT", "children", "clear", "isolate", "limit_memory", "listing", "mount",
+           "own_mounts", "unmount"]  # fmt: skip
+
+_NEWNS, _NEWIPC, _NEWNET = 0x00020000, 0x08000000, 0x40000000  # linux/sched.h
+RDONLY, REMOUNT, BIND, _REC, _PRIVATE = 1, 32, 4096, 16384, 1 << 18  # linux/mount.h
+_SUBREAPER = 36  # linux/prctl.h
+_NOBODY = 65534
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def isolate(work: Path) -> bool:
+    """Before anything else in this process; False if it shares mounts and network with the rest of the machine."""
+    _libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # what a case leaves running becomes a child of this process
+    if os.geteuid() != 0:
+        return False
+    if _libc.unshare(_NEWNS | _NEWIPC | _NEWNET):
+        os.chown(work, _NOBODY, _NOBODY)
+        os.setgroups([])
+        os.setgid(_NOBODY)
+        os.setuid(_NOBODY)
+        return False
+    mount("none", "/", "", _REC | _PRIVATE)
+    for point in _mount_points():
+        with contextlib.suppress(OSError):  # a mount below another that hides it
+            mount("none", point, "", REMOUNT | BIND | RDONLY)
+    hidden = Path("/tmp") in work.parents  # then its own mount comes after that of /tmp
+    for folder in ["/dev/shm", "/tmp"]:
+        mount("tmpfs", folder, "tmpfs", 0, "size=1g,mode=1777")
+    if hidden:
+        work.mkdir(parents=True)
+    mount("tmpfs", str(work), "tmpfs", 0, "size=2g,mode=755")
+    _raise_loopback()
+    return True
+
+
+def own_mounts() -> None:
+    """What this process mounts from here on is seen by it alone."""
+    if _libc.unshare(_NEWNS):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    mount("none", "/", "", _REC | _PRIVATE)
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    if _libc.mount(source.encode(), os.fsencode(target), kind.encode(), flags, options.encode()):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), target)
+
+
+def unmount(target: str) -> None:
+    _libc.umount2(os.fsencode(target), 2)  # MNT_DETACH
+
+
+def _mount_points() -> list[str]:
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        return [line.split()[4].encode().decode("unicode_escape") for line in file]
+
+
+def _raise_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
+        fcntl.ioctl(handle, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+
+
+def children() -> list[tuple[int, str]]:
+    """Processes below this one, with their names."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdecimal():
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            fields = Path("/proc", name, "stat").read_bytes().rpartition(b")")
+            if int(fields[2].split()[1]) == os.getpid():
+                found.append((int(name), fields[0].partition(b"(")[2].decode(errors="replace")))
+    return found
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything below a folder: its name, with size and time of change for files."""
+    found = {}
+    for where, folders, names in os.walk(os.fsencode(folder)):
+        for name in folders + names:
+            path = os.path.join(where, name)
+            with contextlib.suppress(OSError):
+                facts = os.lstat(path)
+                told = (facts.st_size, facts.st_mtime_ns) if name in names else (0, 0)
+                found[os.fsdecode(os.path.relpath(path, os.fsencode(folder)))] = told
+    return found
+
+
+def clear(folder: Path) -> None:
+    """Empties a folder, whatever was done to its modes."""
+    for name in os.listdir(os.fsencode(folder)):
+        path = os.path.join(os.fsencode(folder), name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            with contextlib.suppress(OSError):
+                os.chmod(path, 0o700)
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def limit_memory(beyond: int) -> None:
+    """Lets this process have so many more bytes of address space than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    total = pages * resource.getpagesize() + beyond
+    resource.setrlimit(resource.RLIMIT_AS, (total, total))
