@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import subprocess
@@ -82,6 +83,56 @@ def test_a_user_error_of_any_command_is_one_sentence(
     monkeypatch.setattr("stoker.cli.selftest.main", fail)
     assert main(["selftest"]) == 2
     assert capsys.readouterr().err == "stoker: --batch 0 must be at least 1\n"
+
+
+def test_messages_reach_the_terminal_without_control_characters_and_not_at_any_length(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor", "--\x1b]0;title\x07\u202e"]) == 2
+    message = capsys.readouterr().err
+    assert "\\x1b]0;title\\x07\\u202e" in message
+    assert main(["doctor", "--" + "lon g" * 5000]) == 2
+    assert len(capsys.readouterr().err) < 2000
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "not enough memory"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            "not enough memory",
+        ),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+        (OSError(errno.EROFS, "Read-only file system", "out/x"), "out/x: Read-only file system; write elsewhere"),
+        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+        (OSError(errno.EACCES, "Permission denied", "out/x"), "stoker: out/x: Permission denied; "),
+    ],
+)
+def test_what_the_machine_refuses_is_one_sentence_and_code_1(
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("stoker.cli.selftest.main", fail)
+    monkeypatch.setattr("stoker.cli._abandon_output", lambda: None)
+    assert main(["selftest"]) == 1
+    written = capsys.readouterr().err
+    assert message in written
+    assert len(written.splitlines()) == 1
+    monkeypatch.setenv("STOKER_TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        main(["selftest"])
+
+
+def test_an_error_of_the_program_itself_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: list[str]) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("stoker.cli.selftest.main", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["selftest"])
 
 
 def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the command itself found something wrong, 2 it was asked f
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from stoker import __version__, streams
 from stoker.cli.commands import COMMANDS, Command
-from stoker.errors import UserError
+from stoker.errors import UserError, outside_reason
 
 __all__ = ["main"]
 
@@ -40,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _abandon_output()
         return 141
-    except OSError as error:
-        if error.errno not in _LIMITS:
+    except (OSError, MemoryError, RuntimeError) as error:
+        sentence, code = _what_was_refused(error)
+        if sentence is None or os.environ.get("STOKER_TRACEBACK"):
             raise
-        sentence, code = _LIMITS[error.errno]
-        print(f"stoker: {sentence.format(error.filename or 'the output')}", file=sys.stderr)
+        print(f"stoker: {sentence}", file=sys.stderr)
         _abandon_output()
         return code
 
@@ -58,9 +59,18 @@ _LIMITS = {
 """Limits of the system: what happened, and the exit code."""
 
 
+def _what_was_refused(error: Exception) -> tuple[str | None, int]:
+    """The sentence and the exit code for an error whose cause is the machine; no sentence for any other."""
+    if isinstance(error, OSError) and error.errno in _LIMITS:
+        sentence, code = _LIMITS[error.errno]
+        return sentence.format(error.filename or "the output"), code
+    return outside_reason(error), 1
+
+
 def _abandon_output() -> None:
     """Keeps Python's own flush at exit from failing on an output that takes nothing any more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(argv: list[str]) -> int:
