@@ -32,6 +32,7 @@ def test_the_wheel_carries_the_native_library_and_the_types(installed: metadata.
     names = {str(file) for file in installed.files or ()}
     assert "stoker/_native/libstoker-baseline.so" in names
     assert "stoker/py.typed" in names
+    assert "stoker/report/page.html.jinja" in names
     assert not [name for name in names if name.startswith(("tests", "csrc", "docs"))]
 
 

@@ -25,7 +25,7 @@ def test_a_log_cut_at_any_byte_still_reads(tmp_path: Path) -> None:
     for end in range(0, len(whole), 7):
         (tmp_path / NAME).write_bytes(whole[:end])
         run = read_run(tmp_path)
-        assert run.torn <= 1
+        assert run.bad_lines <= 1
         assert [one["step"] for one in run.steps] == list(range(1, len(run.steps) + 1))
         RunLog(tmp_path).write("step", step=99, loss=0.0)
         assert read_run(tmp_path).steps[-1]["step"] == 99, "a torn line does not swallow the next"

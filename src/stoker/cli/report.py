@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from stoker.cli import parsing
-from stoker.errors import UserError
+from stoker.errors import UserError, first_line
 from stoker.user_files import check_replaceable
 
 __all__ = ["main"]
@@ -20,15 +21,20 @@ def main(argv: list[str]) -> int:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     try:
-        from stoker.report.page import write_report
+        from stoker.report.log import read_run
+        from stoker.report.page import write_page
     except ImportError as error:
-        raise UserError(f"the report needs matplotlib: pip install 'stoker[report]' ({error})") from None
+        raise UserError(
+            f"the report needs matplotlib and Jinja2: pip install 'stoker[report]' ({first_line(error)})"
+        ) from None
     check_replaceable(options.output or folder / "report.html", "--output")
     try:
-        path = write_report(folder, Path(options.output) if options.output else None)
+        run = read_run(folder)
     except FileNotFoundError:
         raise UserError(f"{folder} holds no run.jsonl, the log that a training run writes") from None
     except OSError as error:
-        raise UserError(f"the report cannot be written to {error.filename}: {error.strerror}") from None
-    print(path)
+        raise UserError(f"{folder / 'run.jsonl'} cannot be read: {error.strerror}") from None
+    print(write_page(run, Path(options.output) if options.output else folder / "report.html"))
+    if run.bad_lines:
+        print(f"stoker: in {folder / 'run.jsonl'}, {run.bad_lines_note}", file=sys.stderr)
     return 0

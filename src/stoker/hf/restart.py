@@ -7,7 +7,6 @@ Only a checkpoint of the run that was cut off counts. A folder may hold others f
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import socket
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from stoker.hf import checkpoints
-from stoker.report.log import NAME
+from stoker.report.log import NAME, read_entries
 
 __all__ = ["Start", "checkpoint_to_go_on_from", "steps_that_keep_the_batch"]
 
@@ -91,7 +90,7 @@ def _is_the_same_run(log: Path, agents: set[int], processes: set[int]) -> bool:
     starts = _starts(log)
     if not starts or starts[-1].get("finished"):
         return False
-    before = {name: {one for start in starts for one in start.get(name, ())} for name in ("agents", "processes")}
+    before = {name: {one for start in starts for one in start.get(name) or ()} for name in ("agents", "processes")}
     return bool(before["agents"] & agents) and not before["processes"] & processes
 
 
@@ -99,17 +98,12 @@ def _starts(log: Path) -> list[dict[str, Any]]:
     """The starts of the run in a log; a run that starts over begins a new log. One that has come to its end is `finished`."""
     found: list[dict[str, Any]] = []
     try:
-        with open(log, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    entry = json.loads(line)
-                except ValueError:  # torn by a kill
-                    continue
-                if entry.get("kind") == "start" and isinstance(entry.get("time"), float | int):
-                    found.append(entry)
-                elif entry.get("kind") == "end" and entry.get("reason") == "finished" and found:
-                    found[-1] = {**found[-1], "finished": True}
-    except (OSError, AttributeError):
+        for entry in filter(None, read_entries(log)):
+            if entry["kind"] == "start" and entry.get("time") is not None:
+                found.append(entry)
+            elif entry["kind"] == "end" and entry.get("reason") == "finished" and found:
+                found[-1] = {**found[-1], "finished": True}
+    except OSError:
         pass
     return found
 

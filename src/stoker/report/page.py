@@ -1,15 +1,23 @@
-"""report.html: one self-contained file about a run, made from its log. Everything that came from data is escaped."""
+"""report.html: one self-contained file about a run, made from its log.
+
+Here the entries of the log become words and figures; `page.html.jinja` puts them into HTML and escapes them all. Nothing
+that came from a log is ever marked as HTML.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from markupsafe import Markup
+
 from stoker.errors import UserError
-from stoker.report.log import Run, read_run
+from stoker.report.log import Run, number, read_run
 from stoker.report.plots import (
     lengths_plot,
     loss_plot,
@@ -22,71 +30,60 @@ from stoker.report.plots import (
 )
 from stoker.report.style import CSS
 
-__all__ = ["render", "write_report"]
+__all__ = ["render", "write_page", "write_report"]
 
 _TASKS = {"qa": "question answering", "classify": "classification", "demo": "question answering in an invented world"}
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:
     """Makes the page from <folder>/run.jsonl. Raises FileNotFoundError without that log."""
-    path = folder / "report.html" if output is None else output
-    page = render(read_run(folder))
+    return write_page(read_run(folder), folder / "report.html" if output is None else output)
+
+
+def write_page(run: Run, path: Path) -> Path:
+    """Writes the page, whole or not at all."""
+    page = render(run)
     beside = path.with_name(f".{path.name}.partial")
     try:
         beside.write_text(page, encoding="utf-8", errors="replace")
         os.replace(beside, path)
-    except FileNotFoundError:  # not the log, which callers take this error for
+    except FileNotFoundError:
         raise UserError(f"{path} cannot be written: there is no folder {path.parent}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    finally:
+        beside.unlink(missing_ok=True)
     return path
 
 
+@functools.cache
+def _template() -> jinja2.Template:
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, loader=loader)
+    return environment.get_template("page.html.jinja")
+
+
 def render(run: Run) -> str:
-    plots = [
-        (scores_plot(run), "On data that was not trained on."),
-        (loss_plot(run), "The bold line is a running mean."),
-        (throughput_plot(run), "Real tokens only; padding is not counted."),
-        (lengths_plot(run), "The shaded part is what padding would add to the average row."),
-        (phases_plot(run), ""),
-        (waits_plot(run), "All ranks meet once per step; whoever comes last makes the others wait."),
-        (speed_plot(run), _speed_caption(run)),
-    ]
-    drawn = "".join(_plot(svg, caption) for svg, caption in plots if svg)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="generator" content="stoker">
-<title>{escape(_title(run))}</title>
-<link rel="icon" href="data:,">
-<style>{CSS}</style>
-</head>
-<body><main>
-<header>
-<h1>{escape(_title(run))}</h1>
-<p class="sub">{_status(run)}{escape(_subtitle(run))}</p>
-</header>
-<section class="tiles">{"".join(_tile(value, label) for value, label in _tiles(run))}</section>
-<h2>The run</h2>
-<section class="plots">{drawn or '<p class="sub">Nothing was logged yet.</p>'}</section>
-{_waits(run)}
-{_examples(run)}
-{_applied(run)}
-<h2>Where and how</h2>
-<section class="card"><table>{_facts(run)}</table></section>
-<h2>Command</h2>
-<pre>{escape(str(run.start.get("command", "")))}</pre>
-{_arguments(run)}
-<footer>Made by Stoker {escape(str(run.start.get("versions", {}).get("stoker", "")))} from run.jsonl;
-<code>stoker report</code> makes it again.</footer>
-</main></body>
-</html>
-"""
+    return _template().render(
+        title=_title(run),
+        css=Markup(CSS),
+        status=_status(run),
+        tiles=_tiles(run),
+        plots=_plots(run),
+        waits=_waits(run),
+        examples=[_example(row) for row in run.others.get("examples", {}).get("rows") or ()],
+        applied=_applied(run),
+        facts=_facts(run),
+        command=run.start.get("command") or "",
+        arguments=sorted((run.start.get("arguments") or {}).items()),
+        version=(run.start.get("versions") or {}).get("stoker", ""),
+        note=run.bad_lines_note,
+    )
 
 
 def _title(run: Run) -> str:
-    if "title" in run.start:
-        return str(run.start["title"])
+    if title := run.start.get("title"):
+        return str(title)
     model = run.others.get("model", {})
     name = str(run.start.get("model") or model.get("name") or model.get("type") or "A training run")
     if "/" in name and (name.startswith((".", "/", "~")) or name.count("/") > 1):  # a folder, not a name on the hub
@@ -96,56 +93,73 @@ def _title(run: Run) -> str:
     return f"{name}: {task}" if task else name
 
 
-def _subtitle(run: Run) -> str:
-    began = time.strftime("%d %B %Y, %H:%M", time.localtime(run.start.get("time", 0))) if run.start else ""
-    cpu = run.start.get("machine", {}).get("cpu")
-    return " · ".join(filter(None, (began, str(cpu) if cpu else "")))
+@dataclass(frozen=True)
+class _Status:
+    good: bool
+    pill: str
+    details: str
 
 
-def _status(run: Run) -> str:
+def _status(run: Run) -> _Status:
+    began = time.strftime("%d %B %Y, %H:%M", time.localtime(run.start.get("time") or 0)) if run.start else ""
+    facts = [began, (run.start.get("machine") or {}).get("cpu")]
     end = run.others.get("end")
-    if end is None:
-        last = run.steps[-1]["step"] if run.steps else 0
-        return f'<span class="pill bad">not finished</span>last seen at step {last} · '
-    if end.get("reason") == "finished":
-        return '<span class="pill good">finished</span>'
-    return f'<span class="pill bad">stopped</span>{escape(str(end.get("reason", ""))[:200])} · '
+    if end is not None and run.finished:
+        return _Status(True, "finished", _joined(facts))
+    if end is not None:
+        return _Status(False, "stopped", _joined([(end.get("reason") or "")[:200], *facts]))
+    last = run.steps[-1]["step"] if run.steps else 0
+    return _Status(False, "not finished", _joined([f"last seen at step {last}", *facts]))
 
 
-def _tile(value: str, label: str) -> str:
-    return f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+def _joined(parts: list[str | None]) -> str:
+    return " · ".join(filter(None, parts))
+
+
+_SCORES = {
+    "f1": "F1", "exact_match": "exact match", "exact": "exact match", "accuracy": "accuracy", "pearson": "Pearson",
+    "matthews_correlation": "Matthews",
+}  # fmt: skip
 
 
 def _tiles(run: Run) -> list[tuple[str, str]]:
-    tiles: list[tuple[str, str]] = []
-    last = run.evaluations[-1] if run.evaluations else {}
-    first = run.evaluations[0] if len(run.evaluations) > 1 else {}
-    for name, label in (("f1", "F1"), ("exact_match", "exact match"), ("exact", "exact match"), ("accuracy", "accuracy"),
-                        ("pearson", "Pearson"), ("matthews_correlation", "Matthews")):  # fmt: skip
-        if isinstance(value := last.get(f"eval_{name}"), int | float):
-            before = first.get(f"eval_{name}")
-            came = f", from {before:.3g}" if isinstance(before, int | float) and first.get("step") == 0 else ""
-            tiles.append((f"{value:.1f}" if value > 1.5 else f"{value:.3f}", label + came))
-    speed = run.others.get("speed", {}).get("ratio")
-    if isinstance(speed, int | float):
+    tiles = _score_tiles(run)
+    speed = number(run.others.get("speed", {}), "ratio")
+    if speed is not None:
         tiles.append((f"{speed:.1f}x", "faster than stock"))
     if run.steps:
-        tiles.append((f"{_median(run, 'tokens_per_second'):,.0f}", "tokens per second"))
-        if any("share_of_peak" in one for one in run.steps):
-            tiles.append((f"{_median(run, 'share_of_peak'):.0%}", "of the machine's peak"))
-        if any("padding_avoided" in one for one in run.steps):
-            tiles.append((f"{_median(run, 'padding_avoided'):.0%}", "padding avoided"))
-        steps = run.others.get("model", {}).get("steps")
-        done = run.others.get("trained", run.steps[-1]).get("step", run.steps[-1]["step"])
-        tiles.append((f"{done:,}", "steps" if not steps or done >= steps else f"of {steps:,} steps"))
-    if seconds := run.others.get("trained", {}).get("train_runtime"):
-        tiles.append((_clock(float(seconds)), "of training"))
+        tiles.append((f"{_median(run, 'tokens_per_second') or 0.0:,.0f}", "tokens per second"))
+        for name, label in (("share_of_peak", "of the machine's peak"), ("padding_avoided", "padding avoided")):
+            if (share := _median(run, name)) is not None:
+                tiles.append((f"{share:.0%}", label))
+        tiles.append(_steps_tile(run))
+    if seconds := number(run.others.get("trained", {}), "train_runtime"):
+        tiles.append((_clock(seconds), "of training"))
     return tiles
 
 
-def _median(run: Run, name: str) -> float:
-    values = sorted(float(one[name]) for one in run.steps if isinstance(one.get(name), int | float))
-    return values[len(values) // 2] if values else 0.0
+def _score_tiles(run: Run) -> list[tuple[str, str]]:
+    tiles: list[tuple[str, str]] = []
+    last = run.evaluations[-1] if run.evaluations else {}
+    first = run.evaluations[0] if len(run.evaluations) > 1 else {}
+    for name, label in _SCORES.items():
+        value, before = number(last, f"eval_{name}"), number(first, f"eval_{name}")
+        if value is not None:
+            came = f", from {before:.3g}" if before is not None and first["step"] == 0 else ""
+            tiles.append((f"{value:.1f}" if value > 1.5 else f"{value:.3f}", label + came))
+    return tiles
+
+
+def _steps_tile(run: Run) -> tuple[str, str]:
+    last, planned = run.steps[-1]["step"], run.others.get("model", {}).get("steps")
+    done = run.others.get("trained", {}).get("step")
+    done = last if done is None else done
+    return f"{done:,}", "steps" if not planned or done >= planned else f"of {planned:,} steps"
+
+
+def _median(run: Run, name: str) -> float | None:
+    values = sorted(value for one in run.steps if (value := number(one, name)) is not None)
+    return values[len(values) // 2] if values else None
 
 
 def _clock(seconds: float) -> str:
@@ -154,117 +168,89 @@ def _clock(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _plot(svg: str | None, caption: str) -> str:
-    told = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f"<figure>{svg}{told}</figure>"
-
-
-def _speed_caption(run: Run) -> str:
-    return str(run.others.get("speed", {}).get("note", ""))
+def _plots(run: Run) -> list[tuple[Markup, str]]:
+    plots = [
+        (scores_plot(run), "On data that was not trained on."),
+        (loss_plot(run), "The bold line is a running mean."),
+        (throughput_plot(run), "Real tokens only; padding is not counted."),
+        (lengths_plot(run), "The shaded part is what padding would add to the average row."),
+        (phases_plot(run), ""),
+        (waits_plot(run), "All ranks meet once per step; whoever comes last makes the others wait."),
+        (speed_plot(run), run.others.get("speed", {}).get("note") or ""),
+    ]
+    return [(svg, caption) for svg, caption in plots if svg is not None]
 
 
 _STEPS_SHOWN = 200
 
 
-def _waits(run: Run) -> str:
+def _waits(run: Run) -> dict[str, Any] | None:
     """Step by step, which rank was waited for and for how long; folded, because a run has many steps."""
     rows, _ = waits_of(run)
     if not rows:
-        return ""
-    ranks = len(rows[0]) - 2
+        return None
     # Where there are too many to show, those with the longest waits.
     worst = sorted(rows, key=lambda row: -max(row[2:]))[:_STEPS_SHOWN]
-    head = "".join(f"<th>rank {rank}</th>" for rank in range(ranks))
-    body = "".join(
-        f"<tr><td>{int(row[0])}</td><td>rank {int(row[1])}</td>"
-        + "".join(f'<td class="count">{1000 * float(value):.0f}</td>' for value in row[2:])
-        + "</tr>"
-        for row in sorted(worst, key=lambda row: row[0])
-    )
-    table = f"<table><tr><th>step</th><th>waited for</th>{head}</tr>{body}</table>"
-    told = f"the {len(worst)} longest of {len(rows)} steps" if len(rows) > len(worst) else f"{len(rows)} steps"
-    return (
-        f"<details><summary>Which rank waited for which, in milliseconds: {told}</summary>"
-        f'<section class="card">{table}</section></details>'
-    )
+    return {
+        "covers": f"the {len(worst)} longest of {len(rows)} steps" if len(rows) > len(worst) else f"{len(rows)} steps",
+        "ranks": len(rows[0]) - 2,
+        "rows": [
+            (int(row[0]), int(row[1]), [f"{1000 * value:.0f}" for value in row[2:]])
+            for row in sorted(worst, key=lambda row: row[0])
+        ],
+    }
 
 
-def _examples(run: Run) -> str:
-    rows = run.others.get("examples", {}).get("rows") or []
-    if not rows:
-        return ""
-    return f'<h2>What it answers</h2><section class="examples">{"".join(map(_example, rows))}</section>'
-
-
-def _example(row: dict[str, Any]) -> str:
-    right = bool(row.get("right"))
-    expected = " / ".join(escape(str(text)) for text in row.get("expected") or ["no answer"])
-    given = escape(str(row.get("answer"))) or "no answer"
-    verdict = f"<b>{given}</b>" if right else f"<b>{given}</b>, expected <b>{expected}</b>"
-    score = row.get("probability")
-    told = f" <span class='text'>({score:.0%})</span>" if isinstance(score, int | float) else ""
-    if "context" in row:
-        question = f'<p class="q">{escape(str(row.get("question")))}</p>'
-        body = f'<p class="text">{_marked(str(row["context"]), row.get("begin"), row.get("end"))}</p>'
+def _example(row: dict[str, Any]) -> dict[str, Any]:
+    probability = number(row, "probability")
+    context = row.get("context")
+    if context is not None:
+        question, texts = row.get("question") or "", [_around_answer(context, row.get("begin"), row.get("end"))]
     else:
-        question, body = "", "".join(f'<p class="text">{escape(str(text))}</p>' for text in row.get("texts", ()))
-    kind = "right" if right else "wrong"
-    return f'<article class="example {kind}">{question}{body}<p class="given">{verdict}{told}</p></article>'
+        question, texts = None, [("", "", text) for text in row.get("texts") or ()]
+    return {
+        "right": bool(row.get("right")),
+        "question": question,
+        "texts": texts,
+        "answer": row.get("answer") or "no answer",
+        "expected": row.get("expected") or ["no answer"],
+        "probability": None if probability is None else f"{probability:.0%}",
+    }
 
 
-def _marked(context: str, begin: Any, end: Any) -> str:
-    """The part of a text around the answer, the answer marked."""
-    if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin < end <= len(context):
-        return escape(context[:360]) + ("..." if len(context) > 360 else "")
+def _around_answer(context: str, begin: int | None, end: int | None) -> tuple[str, str, str]:
+    """The part of a text around the answer: what comes before it, the answer itself, and what comes after."""
+    if begin is None or end is None or not begin < end <= len(context):
+        return context[:360] + ("..." if len(context) > 360 else ""), "", ""
     first, last = max(begin - 170, 0), min(end + 170, len(context))
-    before = ("..." if first else "") + escape(context[first:begin])
-    after = escape(context[end:last]) + ("..." if last < len(context) else "")
-    return f"{before}<mark>{escape(context[begin:end])}</mark>{after}"
+    before = ("..." if first else "") + context[first:begin]
+    return before, context[begin:end], context[end:last] + ("..." if last < len(context) else "")
 
 
-def _applied(run: Run) -> str:
+def _applied(run: Run) -> dict[str, Any] | None:
     entry = run.others.get("applied")
     if not entry:
-        return ""
-    rows = "".join(
-        f'<tr><th>{escape(str(part))}</th><td>{escape(str(kind))}</td><td class="count">{escape(str(count))}</td></tr>'
-        for part, kind, count in entry.get("parts", ())
-    )
-    rows += "".join(
-        f"<tr><th>{escape(name)}</th><td colspan=2>{escape(str(value))}</td></tr>"
-        for name, value in entry.get("settings", {}).items()
-        if value
-    )
-    rows += "".join(
-        f"<tr><th>left alone: {escape(str(what))}</th><td colspan=2>{escape(str(why))}</td></tr>"
-        for what, why in entry.get("left_alone", ())
-    )
-    return f'<h2>What was optimised</h2><section class="card"><table>{rows}</table></section>'
+        return None
+    return {
+        "parts": entry.get("parts") or (),
+        "settings": [(name, value) for name, value in (entry.get("settings") or {}).items() if value],
+        "left_alone": entry.get("left_alone") or (),
+    }
 
 
-def _facts(run: Run) -> str:
-    machine, model = run.start.get("machine", {}), run.others.get("model", {})
+def _facts(run: Run) -> list[tuple[str, str]]:
+    machine, model = run.start.get("machine") or {}, run.others.get("model", {})
+    versions = run.start.get("versions") or {}
     memory = machine.get("memory")
     peak = run.peak / 1e9 if run.peak else machine.get("gflops")
-    rows: list[tuple[str, Any]] = [
-        ("Model", f"{model.get('type')}, {model.get('parameters', 0):,} parameters" if model else None),
+    rows = [
+        ("Model", f"{model.get('type')}, {model.get('parameters') or 0:,} parameters" if model else None),
         ("CPU", machine.get("cpu")),
         ("Cores and threads", f"{machine.get('cores')} cores, {machine.get('threads')} threads" if machine else None),
         ("Memory", f"{memory / 1e9:.0f} GB" if memory else None),
         ("Measured peak", f"{peak:.0f} GFLOP/s" if peak else None),
         ("System", machine.get("system")),
-        ("Versions", ", ".join(f"{name} {value}" for name, value in run.start.get("versions", {}).items())),
-        ("Resumed at step", ", ".join(map(str, run.resumed_at)) or None),
+        ("Versions", ", ".join(f"{name} {value}" for name, value in versions.items())),
+        ("Resumed at step", ", ".join(map(str, run.resumed_at))),
     ]
-    return "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows if value)
-
-
-def _arguments(run: Run) -> str:
-    told = run.start.get("arguments")
-    if not told:
-        return ""
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in sorted(told.items())
-    )
-    table = f'<section class="card"><table>{rows}</table></section>'
-    return f"<details><summary>All settings that were not left alone</summary>{table}</details>"
+    return [(name, value) for name, value in rows if value]

@@ -5,19 +5,20 @@ matplotlib draws with stand-in colours; `_svg` turns those into CSS variables. N
 
 from __future__ import annotations
 
-import html
 import io
 import itertools
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from stoker.report.log import Run
+from stoker.report.log import Run, number
 
 __all__ = [
     "lengths_plot", "loss_plot", "phases_plot", "scores_plot", "speed_plot", "throughput_plot", "waits_of", "waits_plot",
@@ -34,6 +35,7 @@ _VARIABLES = dict(
 )
 _STYLE: Any = {
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
     "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -65,10 +67,11 @@ def _figure(height: float, panels: Sequence[float] = (1.0,)) -> tuple[Figure, li
     return figure, [row[0] for row in axes]
 
 
-def _svg(figure: Figure, label: str) -> str:
+def _svg(figure: Figure, label: str) -> Markup:
     """The figure as an <svg> element for a page; every id in it is made unique to the page."""
-    with matplotlib.rc_context({"svg.hashsalt": label}):
-        file = io.StringIO()
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": label}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # labels too long for their plot, letters that no font has: the page shows them
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
@@ -81,12 +84,13 @@ def _svg(figure: Figure, label: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     head, _, body = text.partition(">")
     head = re.sub(r' (width|height)="[^"]*"', "", head)
-    return f'{head} role="img" aria-label="{html.escape(label, quote=True)}">{body}'
+    # matplotlib has escaped the texts within the plot
+    return Markup('{} role="img" aria-label="{}">{}').format(Markup(head), label, Markup(body))
 
 
 def _points(entries: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    found = [(one["step"], one[name]) for one in entries if isinstance(one.get(name), int | float) and "step" in one]
-    return [float(step) for step, _ in found], [float(value) for _, value in found]
+    found = [(float(one["step"]), value) for one in entries if (value := number(one, name)) is not None]
+    return [step for step, _ in found], [value for _, value in found]
 
 
 def _smooth(values: Sequence[float], weight: float = 0.85) -> list[float]:
@@ -108,7 +112,7 @@ def _tidy(axis: Axes, title: str, run: Run | None = None, last: bool = True) -> 
         axis.axvline(step, color=_MUTED, linewidth=1, linestyle=(0, (2, 3)))
 
 
-def loss_plot(run: Run) -> str | None:
+def loss_plot(run: Run) -> Markup | None:
     steps, losses = _points(run.steps, "loss")
     if not steps:
         return None
@@ -138,7 +142,7 @@ _SCORES = (
 )  # fmt: skip
 
 
-def scores_plot(run: Run) -> str | None:
+def scores_plot(run: Run) -> Markup | None:
     found = [(label, color, *_points(run.evaluations, name)) for name, label, color in _SCORES]
     found = [one for one in found if one[2]]
     if not found or max(len(one[2]) for one in found) < 2:  # a single figure is told better by its tile
@@ -160,7 +164,7 @@ def scores_plot(run: Run) -> str | None:
         return _svg(figure, f"Scores over time, at the end {told}")
 
 
-def throughput_plot(run: Run) -> str | None:
+def throughput_plot(run: Run) -> Markup | None:
     steps, tokens = _points(run.steps, "tokens_per_second")
     if not steps:
         return None
@@ -180,9 +184,9 @@ def throughput_plot(run: Run) -> str | None:
         return _svg(figure, f"Throughput, {middle:,.0f} real tokens per second at the median")
 
 
-def lengths_plot(run: Run) -> str | None:
+def lengths_plot(run: Run) -> Markup | None:
     entry = run.others.get("lengths")
-    if not entry or not entry.get("counts"):
+    if not entry or not any(entry["counts"]):
         return None
     edges, counts, mean = entry["edges"], entry["counts"], entry["mean"]
     padded = entry.get("padded_to") or entry["longest"]
@@ -209,11 +213,11 @@ def lengths_plot(run: Run) -> str | None:
 _PHASES = (("forward", _ONE), ("backward", _TWO), ("optimizer", _THREE), ("data", _FOUR), ("rest", _FIVE))
 
 
-def phases_plot(run: Run) -> str | None:
+def phases_plot(run: Run) -> Markup | None:
     totals = {name: 0.0 for name, _ in _PHASES}
     for one in run.steps:
-        for name, seconds in (one.get("phases") or {}).items():
-            totals[name] = totals.get(name, 0.0) + float(seconds)
+        for name in totals:
+            totals[name] += max(number(one.get("phases") or {}, name) or 0.0, 0.0)
     whole = sum(totals.values())
     if not whole:
         return None
@@ -235,11 +239,22 @@ def phases_plot(run: Run) -> str | None:
         return _svg(figure, f"Time of a step by phase: {told}")
 
 
-def speed_plot(run: Run) -> str | None:
+_SIDES_SHOWN, _NAME_SHOWN = 8, 24
+
+
+def _one_line(name: str) -> str:
+    """A name as short as a plot can show it, and without what XML cannot hold."""
+    shown = "".join(letter if letter.isprintable() else " " for letter in name)
+    return shown if len(shown) <= _NAME_SHOWN else shown[: _NAME_SHOWN - 3] + "..."
+
+
+def speed_plot(run: Run) -> Markup | None:
     entry = run.others.get("speed")
-    if not entry or not entry.get("sides"):
+    if not entry or not entry["sides"]:
         return None
-    sides: dict[str, list[float]] = entry["sides"]
+    sides: dict[str, list[float]] = {
+        _one_line(name): values for name, values in list(entry["sides"].items())[:_SIDES_SHOWN]
+    }
     with matplotlib.rc_context(_STYLE):
         figure, (axis,) = _figure(0.75 + 0.55 * len(sides))
         colors = {name: _ONE if "stoker" in name.lower() else _MUTED for name in sides}
@@ -280,7 +295,7 @@ def waits_of(run: Run) -> tuple[list[list[float]], list[int]]:
 _RANKS_SHOWN = 16
 
 
-def waits_plot(run: Run) -> str | None:
+def waits_plot(run: Run) -> Markup | None:
     rows, blamed = waits_of(run)
     if not rows:
         return None
@@ -291,7 +306,7 @@ def waits_plot(run: Run) -> str | None:
         for row, rank in enumerate(shown):
             share = 100 * blamed[rank] / len(rows)
             axis.barh(row, share, height=0.6, color=_TWO)
-            mean = 1000 * sum(float(one[2 + rank]) for one in rows) / len(rows)
+            mean = 1000 * sum(one[2 + rank] for one in rows) / len(rows)
             axis.annotate(f"{share:.0f}%, itself waited {mean:.0f} ms", (share, row), xytext=(5, 0),
                           textcoords="offset points", va="center", annotation_clip=False)  # fmt: skip
         _name_bars(axis, [f"rank {rank}" for rank in shown], "Steps in which the others waited for it")

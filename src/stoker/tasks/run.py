@@ -212,7 +212,7 @@ def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
     folder = Path(job.args.output_dir)
     try:
         run = read_run(folder)
-    except FileNotFoundError:
+    except OSError:  # none could be written
         return
     from stoker.tasks.card import model_card
 
