@@ -255,7 +255,7 @@ def test_the_machine_proposes_processes_and_threads(recorded: Recorded) -> None:
     assert answers["distributed_type"] == "MULTI_CPU"
     assert answers["num_processes"] == 4
     assert "[28]" in screen.getvalue()
-    assert answers["mixed_precision"] == "bf16"
+    assert answers["mixed_precision"] == "no"  # bf16 units or not: precision is what the person asks for
 
 
 def test_every_question_is_also_a_flag(homeless: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ class _Checkpointed(nn.Module):
 @pytest.mark.parametrize("family", ["Bert", "MPNet", "ModernBert"])
 def test_a_checkpoint_around_each_layer_computes_the_same_sequences_again(family: str, reentrant: bool) -> None:
     stock = tiny.model(family, HEAD)
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     base = _base(model)
     layers = base.layers if family == "ModernBert" else base.encoder.layer
     for index, layer in enumerate(layers):
@@ -84,7 +84,7 @@ class _CheckpointedEncoder(_Checkpointed):
 @pytest.mark.parametrize("family", ["Bert", "MPNet"])
 def test_a_checkpoint_around_the_encoder_computes_the_same_sequences_again(family: str, reentrant: bool) -> None:
     stock = tiny.model(family, HEAD)
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     base = _base(model)
     base.encoder = _CheckpointedEncoder(base.encoder, reentrant)
     full = tiny.batch(family, HEAD)
@@ -97,7 +97,7 @@ def test_a_checkpoint_around_the_encoder_computes_the_same_sequences_again(famil
 def test_torchs_own_wrapper_of_layers_gives_stocks_gradients() -> None:
     wrapping = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     stock = tiny.model("Bert", HEAD)
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     kind = type(model.bert.encoder.layer[0])
     for impl in (wrapping.CheckpointImpl.REENTRANT, wrapping.CheckpointImpl.NO_REENTRANT):
         wrapped, expected = copy.deepcopy(model), copy.deepcopy(stock)
@@ -119,7 +119,7 @@ def test_torchs_own_wrapper_of_layers_gives_stocks_gradients() -> None:
 @pytest.mark.parametrize("path", ["embeddings", "embeddings.word_embeddings", "encoder", "pooler"])
 def test_hooks_outside_of_layers_see_what_stock_shows_them(path: str) -> None:
     stock = tiny.model("Bert", HEAD)
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     shapes: dict[int, list[Any]] = {}
     for which, one in enumerate((stock, model)):
         seen = shapes.setdefault(which, [])
@@ -156,7 +156,7 @@ def test_neftune_draws_its_noise_for_padded_batches() -> None:
 
 def test_hooks_that_make_inputs_require_gradients_change_nothing() -> None:
     stock = tiny.model("Bert", HEAD)
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     model.enable_input_require_grads()
     _same_as_stock(stock, model)
     assert _reasons(model) == ""
@@ -175,7 +175,7 @@ def test_an_attention_of_the_owners_own_is_used() -> None:
 
     transformers.AttentionInterface.register("tests_own", own)
     stock = tiny.model("Bert", HEAD)
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     for one in (stock, model):
         one.set_attn_implementation("tests_own")
     _same_as_stock(stock, model)
@@ -197,7 +197,7 @@ def _zero_loss(logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
 
 def test_a_masked_lm_loss_of_the_owners_own_is_used() -> None:
     stock = tiny.model("ModernBert", "MaskedLM")
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     full = tiny.batch("ModernBert", "MaskedLM", lengths=(8, 8))
     full.inputs["attention_mask"].fill_(1)
     for one in (stock, model):
@@ -208,7 +208,7 @@ def test_a_masked_lm_loss_of_the_owners_own_is_used() -> None:
 
 def test_a_label_to_ignore_that_the_caller_names_is_ignored() -> None:
     stock = tiny.model("ModernBert", "MaskedLM")
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     ids = torch.randint(5, 20, (2, 8))
     call = {"input_ids": ids, "labels": ids, "ignore_index": int(ids[0, 0])}
     torch.testing.assert_close(model(**call).loss, stock(**call).loss, rtol=1e-4, atol=1e-5)
@@ -216,7 +216,7 @@ def test_a_label_to_ignore_that_the_caller_names_is_ignored() -> None:
 
 def test_distilberts_loss_module_is_used_as_it_was_set() -> None:
     stock = tiny.model("DistilBert", "MaskedLM")
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     for one in (stock, model):
         one.mlm_loss_fct = nn.CrossEntropyLoss(label_smoothing=0.5)
     full = tiny.batch("DistilBert", "MaskedLM")
@@ -239,7 +239,7 @@ def test_attention_dropout_that_stock_calls_is_what_its_owner_made_of_it(family:
             holder.dropout.eval()
         else:
             holder.dropout = nn.Identity() if kind == "identity" else _Halves()
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     _same_as_stock(stock, model, family)
     assert bool(_reasons(model)) == (kind == "own")
 
@@ -253,7 +253,7 @@ def test_norms_without_weights_are_called() -> None:
         layer.output.LayerNorm = nn.LayerNorm(tiny.HIDDEN, elementwise_affine=False)
         layer.attention.output.LayerNorm = nn.LayerNorm(tiny.HIDDEN, elementwise_affine=False)
     stock.bert.embeddings.LayerNorm = nn.LayerNorm(tiny.HIDDEN, elementwise_affine=False)
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     _same_as_stock(stock, model)
     assert _reasons(model) == ""
 
@@ -279,7 +279,7 @@ class _Doubled(torch.Tensor):
 
 def test_weights_that_multiply_in_a_way_of_their_own_are_called() -> None:
     stock = tiny.model("Bert", HEAD)
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     for one in (stock, model):
         for linear in (one.bert.encoder.layer[0].intermediate.dense, one.classifier):
             linear.weight = nn.Parameter(linear.weight.detach().as_subclass(_Doubled), requires_grad=False)
@@ -318,7 +318,7 @@ def test_forward_mode_derivatives_are_stocks() -> None:
 
     stock = tiny.model("Bert").eval()
     stock.set_attn_implementation("eager")
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     embeds = torch.randn(2, 6, tiny.HIDDEN)
     tangents = []
     for one in (stock, model):
@@ -329,7 +329,10 @@ def test_forward_mode_derivatives_are_stocks() -> None:
 
 
 def test_an_exported_model_is_made_of_stocks_operators() -> None:
-    model, ids = stoker.optimize(tiny.model("Bert")).eval(), torch.randint(5, tiny.VOCABULARY, (2, 6))
+    model, ids = (
+        stoker.optimize(tiny.model("Bert"), dtype=torch.float32).eval(),
+        torch.randint(5, tiny.VOCABULARY, (2, 6)),
+    )
     exported = torch.export.export(model, (ids,), strict=False)
     assert "stoker" not in str(exported.graph)
     torch.testing.assert_close(exported.module()(ids)[0], model(ids)[0], rtol=1e-4, atol=1e-4)

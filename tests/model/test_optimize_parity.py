@@ -1,4 +1,7 @@
-"""Dropout off: loss, logits and every gradient are those of the stock model run example by example without padding."""
+"""Dropout off: loss, logits and every gradient are those of the stock model run example by example without padding.
+
+All in fp32: the models are, and `optimize` keeps a model's own precision on every CPU.
+"""
 
 from __future__ import annotations
 

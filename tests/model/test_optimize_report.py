@@ -28,7 +28,10 @@ def test_the_report_of_a_restored_model_claims_nothing() -> None:
 
 def test_the_report_names_the_type_that_is_used() -> None:
     half = stoker.optimize(tiny.model("Bert", "QuestionAnswering").bfloat16(), dtype=torch.float32)
-    assert stoker.report(half).precision == "bfloat16, the type that the parameters have"
+    assert stoker.report(half).precision == "bfloat16, as the parameters are stored"
+    mixed = tiny.model("Bert", "QuestionAnswering")
+    mixed.qa_outputs.bfloat16()
+    assert stoker.report(stoker.optimize(mixed)).precision == "bfloat16 and float32, as the parameters are stored"
     off = stoker.optimize(tiny.model("Bert", "QuestionAnswering"), dtype=torch.bfloat16, level="O0")
     assert "switched off" in stoker.report(off).precision
 

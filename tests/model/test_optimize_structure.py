@@ -37,14 +37,14 @@ def test_parameters_keep_names_identity_and_storage(family: str) -> None:
 
 def test_save_pretrained_writes_what_stock_writes_and_from_pretrained_reads_it(tmp_path) -> None:
     stock = tiny.model("Bert", "QuestionAnswering")
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     stock.save_pretrained(tmp_path / "stock")
     model.save_pretrained(tmp_path / "stoker")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "stock" / name).read_bytes() == (tmp_path / "stoker" / name).read_bytes()
     loaded = transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "stoker")
     assert type(loaded) is transformers.BertForQuestionAnswering
-    torch.testing.assert_close(tiny.loss(stoker.optimize(loaded)), tiny.loss(model))
+    torch.testing.assert_close(tiny.loss(stoker.optimize(loaded, dtype=torch.float32)), tiny.loss(model))
 
 
 def test_deepcopy_is_optimised_too_and_independent() -> None:
@@ -104,7 +104,7 @@ def test_torch_func_differentiates_an_optimised_model(head: str) -> None:
 def test_torch_func_and_tracing_see_stock_modules() -> None:
     from torch.func import functional_call, grad, vmap
 
-    model = stoker.optimize(nn.Sequential(nn.Linear(300, 300), nn.GELU(), nn.LayerNorm(300)))
+    model = stoker.optimize(nn.Sequential(nn.Linear(300, 300), nn.GELU(), nn.LayerNorm(300)), dtype=torch.float32)
     x = torch.randn(2, 300, 300)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     per_sample = vmap(grad(lambda values, x: functional_call(model, values, (x,)).square().sum()), (None, 0))
@@ -168,7 +168,7 @@ def test_a_second_call_replaces_the_first() -> None:
 def test_forward_keeps_its_signature_because_trainers_read_it() -> None:
     for head in tiny.HEADS:
         stock = tiny.model("Bert", head)
-        model = stoker.optimize(copy.deepcopy(stock))
+        model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
         assert inspect.signature(model.forward) == inspect.signature(stock.forward)
         assert inspect.signature(type(model).forward) == inspect.signature(type(stock).forward)
 
@@ -186,9 +186,9 @@ def test_peft_wraps_before_or_after(family: str, head: str, order: str) -> None:
     stock = peft.get_peft_model(tiny.model(family, head), copy.deepcopy(lora))
     model = tiny.model(family, head)
     if order == "after":
-        model = peft.get_peft_model(stoker.optimize(model), lora)
+        model = peft.get_peft_model(stoker.optimize(model, dtype=torch.float32), lora)
     else:
-        model = stoker.optimize(peft.get_peft_model(model, lora))
+        model = stoker.optimize(peft.get_peft_model(model, lora), dtype=torch.float32)
     model.load_state_dict(stock.state_dict())
     assert _is_optimized(model)
     full = tiny.batch(family, head)
@@ -239,7 +239,7 @@ def accelerate() -> Iterator[Any]:
 
 def test_accelerator_prepares_afterwards(accelerate: Any) -> None:
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    model, optimizer = stoker.optimize(*tiny.with_optimizer())
+    model, optimizer = stoker.optimize(*tiny.with_optimizer(), dtype=torch.float32)
     reference = tiny.loss(copy.deepcopy(model))
     prepared, optimizer = accelerator.prepare(model, optimizer)
     loss = tiny.loss(prepared)
@@ -261,12 +261,12 @@ def test_accelerator_may_rebuild_the_masked_lm_output(accelerate: Any) -> None:
 def test_parametrised_weights_are_used_as_parametrised() -> None:
     stock = tiny.model("Bert", "SequenceClassification")
     full = tiny.batch("Bert", "SequenceClassification")
-    before, after = copy.deepcopy(stock), stoker.optimize(copy.deepcopy(stock))
+    before, after = copy.deepcopy(stock), stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     for model in (stock, before, after):
         nn.utils.parametrizations.weight_norm(model.bert.encoder.layer[0].intermediate.dense)
         with torch.no_grad():
             model.bert.encoder.layer[0].intermediate.dense.parametrizations.weight.original0.mul_(2.0)
-    stoker.optimize(before)
+    stoker.optimize(before, dtype=torch.float32)
     loss, _, gradients = tiny.truth(stock, "SequenceClassification", full)
     for model in (before, after):
         model(**full.kwargs).loss.backward()
@@ -278,7 +278,9 @@ def test_parametrised_weights_are_used_as_parametrised() -> None:
 @pytest.mark.parametrize("family", ["Bert", "unknown"])
 def test_torch_compile_runs_afterwards(family: str) -> None:
     if family == "unknown":
-        model = stoker.optimize(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1)))
+        model = stoker.optimize(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1)), dtype=torch.float32
+        )
         x = torch.randn(4, 8)
         torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), model(x))
         return
@@ -326,7 +328,7 @@ def _outside_the_table(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", OUTSIDE_THE_TABLE)
 def test_a_family_that_is_not_in_the_table_trains_unchanged_and_the_report_says_what_was_left_out(name: str) -> None:
     stock = _outside_the_table(name)
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     ids = torch.randint(5, 99, (2, 12))
     mask = torch.ones_like(ids)
     mask[0, 9:] = 0
@@ -348,7 +350,7 @@ def test_plain_torch_models_get_what_applies() -> None:
     stock = nn.Sequential(
         nn.Embedding(50, 16), nn.LayerNorm(16), nn.Linear(16, 32), nn.SiLU(), nn.Dropout(0.0), nn.Conv1d(6, 3, 1)
     )
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     ids = torch.randint(0, 50, (4, 6))
     stock(ids).square().sum().backward()
     model(ids).square().sum().backward()
@@ -366,7 +368,7 @@ def test_plain_torch_models_get_what_applies() -> None:
 def test_types_the_kernels_do_not_know_run_as_stock(dtype: torch.dtype) -> None:
     stock = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.5)).to(dtype).eval()
     x = torch.randn(4, 8, dtype=dtype)
-    torch.testing.assert_close(stoker.optimize(copy.deepcopy(stock))(x), stock(x))
+    torch.testing.assert_close(stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)(x), stock(x))
     model = tiny.optimized().double()
     assert tiny.loss(model).dtype == torch.float64
 

@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import tiny_models as tiny
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 import stoker
-from stoker.machine import rates
+from stoker.kernels import products
+from stoker.machine import Machine, rates
 from stoker.model import memory, precision
 
 
@@ -40,7 +42,7 @@ def test_with_dropout_expected_loss_and_gradient_are_those_of_stock(family: str)
     head, repeats = "SequenceClassification", 150
     full = _batch_without_padding(family, head)
     stock = tiny.model(family, head, dropout=0.2)
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     first, second = _steps(stock, full, repeats, 1), _steps(model, full, repeats, 2)
     spread = (first.var(0) / repeats + second.var(0) / repeats).sqrt() + 1e-9
     scores = (first.mean(0) - second.mean(0)) / spread
@@ -55,7 +57,7 @@ def test_dropout_disturbs_hidden_states_as_much_as_in_stock(family: str, where: 
     repeats, full = 100, _batch_without_padding(family, "Model")
     stock = tiny.model(family, dropout=0.0)
     _set_dropout(stock, where, 0.2)
-    model = stoker.optimize(copy.deepcopy(stock))
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     variances = []
     for one, seed in ((stock, 1), (model, 2)):
         torch.manual_seed(seed)
@@ -79,7 +81,7 @@ def _set_dropout(model: nn.Module, where: str, p: float) -> None:
 
 
 def test_the_same_seed_gives_the_same_step() -> None:
-    model = stoker.optimize(tiny.model("Bert", "QuestionAnswering", dropout=0.1))
+    model = stoker.optimize(tiny.model("Bert", "QuestionAnswering", dropout=0.1), dtype=torch.float32)
     full = tiny.batch("Bert", "QuestionAnswering")
     losses = []
     for _ in range(2):
@@ -186,7 +188,7 @@ def test_optimizers_are_fused_in_place_and_go_on_where_they_were(name: str) -> N
     schedule = torch.optim.lr_scheduler.StepLR(fused, 1, gamma=1.0)
     for step in range(6):
         if step == 3:
-            result = stoker.optimize(model, fused)
+            result = stoker.optimize(model, fused, dtype=torch.float32)
             assert result[1] is fused
             assert all(group["fused"] for group in fused.param_groups)
             assert [group["lr"] for group in fused.param_groups] == [1e-2, 0.5]
@@ -207,7 +209,7 @@ def test_unknown_optimizers_are_left_alone() -> None:
 
     model = nn.Linear(2, 2)
     for optimizer in (Mine(model.parameters()), torch.optim.RMSprop(model.parameters())):
-        assert stoker.optimize(model, optimizer) == (model, optimizer)
+        assert stoker.optimize(model, optimizer, dtype=torch.float32) == (model, optimizer)
         assert not optimizer.param_groups[0].get("fused")
         assert "left alone" in stoker.report(model).optimizer
 
@@ -219,7 +221,7 @@ def test_training_learns_as_stock_does() -> None:
         model = tiny.model("Bert", "SequenceClassification")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if optimized:
-            model, optimizer = stoker.optimize(model, optimizer)
+            model, optimizer = stoker.optimize(model, optimizer, dtype=torch.float32)
         curve = []
         for step in range(10):
             full = tiny.batch("Bert", "SequenceClassification", lengths=(9, 12, 3, 5, 7, 8), seed=step % 2)
@@ -271,24 +273,67 @@ def test_onednn_forgets_the_oldest_shapes() -> None:
     ("units", "gain", "expected"),
     [(False, 3.0, None), (True, 1.05, None), (True, 3.0, torch.bfloat16)],
 )
-def test_without_a_dtype_the_faster_one_is_taken(
+def test_auto_takes_the_faster_type_and_says_why(
     monkeypatch: pytest.MonkeyPatch, units: bool, gain: float, expected: torch.dtype | None
 ) -> None:
-    """A CPU with bf16 units is pretended: there is none to run this on."""
-    monkeypatch.setattr(precision, "has_bf16_units", lambda: units)
+    """The CPU is a stand-in: the test runs on machines with bf16 units and without."""
+    monkeypatch.setattr(precision, "torch_has_bf16_units", lambda: units)
     monkeypatch.setattr(precision, "bf16_gain", lambda: gain)
-    dtype, reason = precision.choose(None)
+    dtype, reason = precision.choose("auto")
     assert dtype is expected
     assert "no bf16 units" in reason or "measured" in reason
 
 
+@pytest.mark.parametrize("family", ["Bert", "ModernBert"])
+def test_without_a_dtype_an_fp32_model_stays_fp32_on_every_cpu(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """A CPU whose bf16 units are ten times as fast is a stand-in; the numbers must be those of the machine without them."""
+    stock, full = tiny.model(family, "QuestionAnswering"), tiny.batch(family, "QuestionAnswering")
+    losses = []
+    for units in (False, True):
+        monkeypatch.setattr(precision, "torch_has_bf16_units", lambda units=units: units)
+        monkeypatch.setattr(precision, "bf16_gain", lambda: 10.0)
+        model = stoker.optimize(copy.deepcopy(stock))
+        assert stoker.report(model).precision.startswith("fp32")
+        losses.append(model(**full.kwargs).loss)
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("units", [False, True])
+def test_auto_computes_in_the_type_it_chose(monkeypatch: pytest.MonkeyPatch, units: bool) -> None:
+    monkeypatch.setattr(precision, "torch_has_bf16_units", lambda: units)
+    monkeypatch.setattr(precision, "bf16_gain", lambda: 10.0)
+    model = stoker.optimize(tiny.model("Bert", "QuestionAnswering"), dtype="auto")
+    seen: list[torch.dtype] = []
+    _spy_on_layers(model, seen)
+    model(**tiny.batch("Bert", "QuestionAnswering").kwargs)
+    assert set(seen) == {torch.bfloat16 if units else torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(None, True), ("AVX512_CORE_AMX", True), ("AVX512_CORE", False), ("avx2", False)]
+)
+def test_bf16_units_that_onednn_may_not_use_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, recorded: Callable[[str], Machine], limit: str | None, expected: bool
+) -> None:
+    monkeypatch.setattr(products, "this_machine", lambda: recorded("genoa"))
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if limit:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert products.torch_has_bf16_units() is expected
+
+
 def test_the_gain_of_bf16_comes_from_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "known", lambda machine: None)
+    monkeypatch.setattr(rates, "bf16_training_gain", lambda: None)
     monkeypatch.setattr(
         precision, "_time_product", lambda matrix: {torch.float32: 4e-2, torch.bfloat16: 1e-2}[matrix.dtype]
     )
     precision.bf16_gain.cache_clear()
     try:
         assert precision.bf16_gain() == pytest.approx(4.0)
+        precision.bf16_gain.cache_clear()
+        monkeypatch.setattr(rates, "bf16_training_gain", lambda: 2.5)  # a measured step counts for more than products
+        assert precision.bf16_gain() == 2.5
     finally:
         precision.bf16_gain.cache_clear()

@@ -174,7 +174,7 @@ def _optimize(prepared: tuple[Any, ...], precision: str) -> None:
     from stoker.model import optimize
     from stoker.model.swap import Optimized
 
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if precision == "bf16" else None  # None: as the script's own autocast says, if it uses one
     models = [one for one in prepared if isinstance(one, nn.Module)]
     optimizers = [one for one in prepared if isinstance(one, torch.optim.Optimizer)]
     for model in models:

@@ -92,7 +92,7 @@ class Trainer(PublishingTrainer):
         from stoker.model import optimize
 
         clip_in_one_pass(self.accelerator)
-        dtype = torch.bfloat16 if self.args.bf16 else torch.float32
+        dtype = torch.bfloat16 if self.args.bf16 else None
         self._optimized = self.model
         if optimizer is None:
             optimize(self.model, dtype=dtype)

@@ -69,7 +69,7 @@ def _forced(asked: str) -> str:
 def _candidates(dtype: torch.dtype) -> tuple[str, ...]:
     """Engines worth timing, the safe choice first."""
     engines = products.available_engines()
-    if dtype == torch.bfloat16 and this_machine().isa.bf16_units is None:
+    if dtype == torch.bfloat16 and not products.torch_has_bf16_units():
         return tuple(name for name in engines if name != "torch")  # torch multiplies bf16 one number at a time here
     return engines
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,10 +17,16 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import native
+from stoker.machine.facts import this_machine
 
-__all__ = ["ENGINES", "available_engines", "column_sums", "multiply"]
+__all__ = ["ENGINES", "available_engines", "column_sums", "multiply", "torch_has_bf16_units"]
 
 ENGINES = ("torch", "stoker", "openblas")
+
+_ONEDNN_WITHOUT_BF16 = frozenset(
+    {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+)
+"""The values of ONEDNN_MAX_CPU_ISA below AVX512-BF16."""
 
 
 class _Operand(ctypes.Structure):
@@ -54,6 +61,15 @@ class _Product(ctypes.Structure):
 def available_engines() -> tuple[str, ...]:
     """The engines that can run here; OpenBLAS only where the package scipy-openblas32 is installed."""
     return ENGINES if _openblas_sgemm() else ENGINES[:2]
+
+
+def torch_has_bf16_units() -> bool:
+    """Whether torch multiplies bf16 by units of the CPU; without them it does so one number at a time.
+
+    oneDNN makes those products, and its ONEDNN_MAX_CPU_ISA may forbid what the CPU has.
+    """
+    limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL").upper()
+    return limit not in _ONEDNN_WITHOUT_BF16 and this_machine().isa.bf16_units is not None
 
 
 def multiply(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None, engine: str) -> None:

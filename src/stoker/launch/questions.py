@@ -149,7 +149,7 @@ QUESTIONS: tuple[Question, ...] = (
         "mixed_precision",
         "Do you wish to use mixed precision?",
         "choice",
-        lambda answers, machine: "bf16" if machine.isa.bf16_units else "no",
+        lambda answers, machine: "no",  # the same on every machine: precision is what the person asks for
         (("no", "no"), ("bf16", "bf16"), ("fp16", "fp16")),
     ),
 )

@@ -44,7 +44,7 @@ _IPEX_KEYWORDS = {
 
 
 @overload
-def optimize(model: Model, optimizer: None = None, dtype: torch.dtype | None = None, **switches: Any) -> Model: ...
+def optimize(model: Model, optimizer: None = None, dtype: precision.Asked = None, **switches: Any) -> Model: ...
 @overload
 def optimize(model: Model, optimizer: Any, dtype: Any = None, **switches: Any) -> Any: ...
 def optimize(
@@ -62,13 +62,14 @@ def optimize(
 ) -> Any:
     """Makes `model` train faster on this CPU, in place; returns it, or (model, optimizer) if an optimizer is given.
 
-    Parameters keep their names, identity and storage. `dtype`: torch.bfloat16 for bf16 activations with fp32 master
-    weights, torch.float32, or None for what is best here. Switches: `unpad` (padding stays outside the model), `fuse`
-    (native kernels), `fuse_loss` (masked-LM loss without logits), `memory` (allocator settings, process-wide),
-    `fuse_update_step` (the optimizer's fused form). The other keywords of ipex.optimize are accepted and explained in the
-    log. `stoker.report(model)` tells what was done, `stoker.restore(model)` undoes it.
+    Parameters keep their names, identity and storage. `dtype`: None keeps the model's own precision, or autocast's inside
+    torch.autocast; torch.bfloat16 gives bf16 activations with fp32 master weights; torch.float32 is fp32 inside autocast
+    too; "auto" takes whichever of the two measures faster on this machine. Switches: `unpad` (padding stays outside the
+    model), `fuse` (native kernels), `fuse_loss` (masked-LM loss without logits), `memory` (allocator settings,
+    process-wide), `fuse_update_step` (the optimizer's fused form). The other keywords of ipex.optimize are accepted and
+    explained in the log. `stoker.report(model)` tells what was done, `stoker.restore(model)` undoes it.
     """
-    if isinstance(optimizer, torch.dtype) or isinstance(dtype, torch.optim.Optimizer):
+    if isinstance(optimizer, (torch.dtype, str)) or isinstance(dtype, torch.optim.Optimizer):
         optimizer, dtype = dtype, optimizer  # ipex.optimize(model, dtype, optimizer)
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize: model is a {type(model).__name__}; it must be a torch.nn.Module")
@@ -84,8 +85,10 @@ def optimize(
     settings = Settings(unpad=unpad, fuse=fuse, fuse_loss=fuse_loss, dtype=chosen)
     restore(model)  # a second call starts from stock, so that its switches count
     encoder = _apply(model, settings) if unpad or fuse else False
-    if stored := _stored_type(model):
-        why = f"{str(stored).removeprefix('torch.')}, the type that the parameters have"
+    stored = _stored_types(model)
+    if stored - {torch.float32} and (len(stored) == 1 or chosen is None):  # activations follow the parameters
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in stored)
+        why = f"{' and '.join(names)}, as the parameters are stored"
     elif not (unpad or fuse):
         why = "left alone: unpad and fuse are switched off"
     elif chosen == torch.bfloat16 and not encoder:
@@ -125,10 +128,8 @@ def _explain(ipex: dict[str, Any]) -> None:
         log.info("optimize: %s=%r: %s", name, value, _IPEX_KEYWORDS[name])
 
 
-def _stored_type(model: nn.Module) -> torch.dtype | None:
-    """The type of a model's parameters if it is one, and not fp32: then activations have it too, whatever was asked for."""
-    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return None if len(types) != 1 or torch.float32 in types else types.pop()
+def _stored_types(model: nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
 
 
 def _sparse_tables(model: nn.Module) -> set[torch.Tensor]:

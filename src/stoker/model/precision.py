@@ -1,49 +1,63 @@
-"""Which type activations have. Parameters keep the type they have, fp32 as a rule: they are the master weights."""
+"""Which type activations have. Parameters keep the type they have, fp32 as a rule: they are the master weights.
+
+Nothing here depends on the machine unless `dtype="auto"` asks for that, so a script computes the same on every CPU.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
+from typing import Literal
 
 import torch
 
-__all__ = ["activations", "bf16_gain", "choose", "has_bf16_units"]
+from stoker.kernels.products import torch_has_bf16_units
+
+__all__ = ["Asked", "activations", "bf16_gain", "choose"]
+
+Asked = torch.dtype | Literal["auto"] | None
+"""What `optimize(dtype=...)` takes."""
 
 _WORTHWHILE = 1.15  # below this, fp32's three more digits are worth more
 
 
-def choose(dtype: torch.dtype | None) -> tuple[torch.dtype | None, str]:
-    """What `optimize(dtype=...)` means on this machine, and why; raises ValueError for a type that cannot be trained in."""
+def choose(dtype: Asked) -> tuple[torch.dtype | None, str]:
+    """The type of activations that `dtype` asks for (None: the model's own, or autocast's) and the reason for the report.
+
+    Raises ValueError for a type that cannot be trained in.
+    """
     if dtype is None:
-        if has_bf16_units():
-            gain = bf16_gain()
-            if gain >= _WORTHWHILE:
-                return torch.bfloat16, f"bf16 activations: products measured {gain:.1f} times as fast as in fp32"
-            return None, f"fp32: products in bf16 measured only {gain:.2f} times as fast"
-        return None, "fp32: this CPU has no bf16 units (bf16 under autocast or with dtype=torch.bfloat16)"
+        return None, "fp32, the model's own; bf16 inside torch.autocast('cpu', torch.bfloat16)"
+    if isinstance(dtype, str) and dtype == "auto":
+        return _faster()
     if dtype == torch.float16:
         raise ValueError(
             "optimize: dtype is torch.float16; fp16 training needs loss scaling and has no fast path on CPUs, "
             "use dtype=torch.bfloat16 or torch.float32"
         )
     if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"optimize: dtype is {dtype}; it must be None, torch.float32 or torch.bfloat16")
+        raise ValueError(f"optimize: dtype is {dtype!r}; it must be None, torch.float32, torch.bfloat16 or 'auto'")
     return dtype, "fp32, as asked" if dtype == torch.float32 else "bf16 activations, fp32 master weights, as asked"
 
 
-def has_bf16_units() -> bool:
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
+def _faster() -> tuple[torch.dtype | None, str]:
+    if not torch_has_bf16_units():
+        return None, "fp32, chosen by dtype='auto': this CPU has no bf16 units"
+    gain = bf16_gain()
+    if gain < _WORTHWHILE:
+        return None, f"fp32, chosen by dtype='auto': bf16 measured only {gain:.2f} times as fast"
+    return torch.bfloat16, f"bf16 activations, chosen by dtype='auto': measured {gain:.1f} times as fast as fp32"
 
 
 @functools.cache
 def bf16_gain() -> float:
-    """How many times faster a product is in bf16 than in fp32, by what `stoker doctor` measured or a fifth of a second now."""
+    """How many times as fast bf16 trains as fp32: by the step that `stoker doctor` measured, else by products."""
     from stoker.machine import rates
     from stoker.machine.facts import this_machine
 
-    known = rates.known(this_machine())
-    if known is not None:
+    if (gain := rates.bf16_training_gain()) is not None:
+        return gain
+    if (known := rates.known(this_machine())) is not None:
         return known.bf16_all / known.fp32_all
     best = {}
     for dtype in (torch.float32, torch.bfloat16):

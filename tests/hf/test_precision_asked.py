@@ -1,0 +1,66 @@
+"""Trainer and Accelerator compute in the precision that was asked for, on every CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hf import tiny
+from stoker.model import precision
+from stoker.model.layer import FusedLayer
+
+
+@pytest.fixture(autouse=True)
+def _cpu_with_fast_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the machine on which a choice by speed would always be bf16."""
+    monkeypatch.setattr(precision, "torch_has_bf16_units", lambda: True)
+    monkeypatch.setattr(precision, "bf16_gain", lambda: 10.0)
+
+
+@contextmanager
+def types_of_layers() -> Iterator[set[torch.dtype]]:
+    """The types that fused layers return within the block."""
+    seen: set[torch.dtype] = set()
+    forward = FusedLayer.forward
+
+    def watched(self: FusedLayer, *args: object, **named: object) -> object:
+        output = forward(self, *args, **named)
+        seen.add((output[0] if isinstance(output, tuple) else output).dtype)
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedLayer, "forward", watched)
+        yield seen
+
+
+@pytest.mark.parametrize(("bf16", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_the_trainer_computes_in_bf16_only_with_the_flag(tree_path: Path, bf16: bool, expected: torch.dtype) -> None:
+    trainer = tiny.trainer(tree_path, max_steps=1, save_strategy="no", bf16=bf16)
+    with types_of_layers() as seen:
+        trainer.train()
+    assert seen == {expected}
+
+
+@pytest.mark.parametrize(
+    ("mixed_precision", "autocast", "expected"),
+    [("no", False, torch.float32), ("bf16", False, torch.bfloat16), ("no", True, torch.bfloat16)],
+)
+def test_accelerate_computes_in_bf16_only_by_mixed_precision_or_autocast(
+    mixed_precision: str, autocast: bool, expected: torch.dtype
+) -> None:
+    from accelerate.state import AcceleratorState
+
+    from stoker.hf.accelerator import Accelerator
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model: nn.Module = Accelerator(cpu=True, mixed_precision=mixed_precision).prepare(tiny.tiny_model())
+    own = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    with types_of_layers() as seen, own:
+        model(**tiny.pad(tiny.TinyData(4).rows))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert seen == {expected}
