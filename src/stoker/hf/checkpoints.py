@@ -17,6 +17,8 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from stoker.whole_files import remove_unfinished
+
 __all__ = [
     "all_checkpoints",
     "disk_full_sentence",
@@ -107,6 +109,7 @@ def tidy(folder: Path) -> None:
     if not folder.is_dir():
         return
     shutil.rmtree(folder / ".model.partial", ignore_errors=True)
+    remove_unfinished(folder)
     for path in list(folder.iterdir()):
         match = _ASIDE.fullmatch(path.name)
         if not match or not path.is_dir():

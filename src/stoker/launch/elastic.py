@@ -9,17 +9,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import shutil
+import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from stoker.errors import UserError
-from stoker.launch import failure, handover
+from stoker.launch import failure, handover, leftovers
 from stoker.launch.job import Job, listen
 from stoker.launch.settings import Settings
 
@@ -32,12 +31,15 @@ def launch(job: Job, settings: Settings, script: str, arguments: list[str]) -> i
     port = listener.getsockname()[1] if listener else job.port
     if port is None:
         raise UserError("--main_process_port is missing; machines other than the first need it")
-    # A rank that finds too little room must be told here, once, and not by each of them.
-    directory = Path(tempfile.mkdtemp(prefix="stoker-"))
+    os.environ[leftovers.JOB] = name = secrets.token_hex(8)  # the agent has no other way to give its ranks variables
+    code = 1
     try:
-        return _run_agent(job, port, listener, directory, settings, script, arguments)
+        with leftovers.directory(name) as directory:
+            code = _run_agent(job, port, listener, directory, settings, script, arguments)
+        return code
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        if code:
+            leftovers.end(name)
         if listener:
             listener.close()
 
@@ -54,7 +56,7 @@ def _run_agent(
     # Lost connections are told below in one sentence; torch would add its stack frames. The ranks keep their own setting.
     told = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -79,21 +81,24 @@ def _run_agent(
         "max_restarts": job.max_restarts,
         "local_addr": job.address if job.machine_rank == 0 else None,
         "shutdown_timeout": job.grace,
+        "logs_specs": DefaultLogsSpecs(str(directory / "agent")),  # else it makes a directory that nobody removes
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     command, carried = handover.rank_command(sent, script, words)
-    os.environ.update(carried)  # the agent has no other way to give its ranks variables
+    os.environ.update(carried)
     try:
         elastic_launch(LaunchConfig(**{k: v for k, v in config.items() if k in known}), command[0])(*command[1:])
         meeting.leave()
         return 0
     except ChildFailedError as error:
+        leftovers.end(os.environ[leftovers.JOB])  # first, for forwarders wait until nobody holds their pipe
         failure.wait_until_said(directory)
         first = _first(error, directory)
         meeting.leave(first)
         failure.tell(first)
         return first.code
     except SignalException as error:
+        leftovers.end(os.environ[leftovers.JOB])
         failure.wait_until_said(directory)
         elsewhere: failure.Failure | None = meeting.failure_elsewhere
         if elsewhere is not None:

@@ -15,9 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-from stoker.launch import network
+from stoker.launch import leftovers, network
 from stoker.launch.hosts import ssh_command
 
 __all__ = ["Lifelines", "main"]
@@ -106,25 +105,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def clear_up(job: str, grace: float = _GRACE) -> list[int]:
     """Ends what is left of a job on this machine; returns what had to be ended."""
-    end = time.monotonic() + grace
-    while (left := processes_of(job)) and time.monotonic() < end:
+    limit = time.monotonic() + grace
+    while leftovers.processes_of(job) and time.monotonic() < limit:
         time.sleep(0.1)
-    for pid in left:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-    return left
-
-
-def processes_of(job: str) -> list[int]:
-    """The ranks of a job: its name stands in their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"stoker.launch.run" in words and job.encode() in words:
-                    found.append(int(entry.name))
-    return found
+    return leftovers.end(job)
 
 
 if __name__ == "__main__":

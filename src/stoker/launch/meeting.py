@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from stoker.errors import UserError
-from stoker.launch import failure
+from stoker.launch import failure, leftovers
 from stoker.launch.hosts import own_versions
 from stoker.launch.job import Job, listen
 
@@ -114,7 +114,7 @@ class Meeting(RendezvousHandler):  # type: ignore[misc]
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
             self._arrive()
-        self._forget_the_last_round()
+        self._clear_up_the_last_round()
         now = self._call_round() if self._me == 0 else self._await_round()
         store = self._store if now.number == 1 else self._own_store
         with self._lock:
@@ -180,8 +180,10 @@ class Meeting(RendezvousHandler):  # type: ignore[misc]
                     f"{theirs[0]} (machine {machine}) has {name} {other}, {mine[0]} has {own}; make them the same"
                 )
 
-    def _forget_the_last_round(self) -> None:
-        """What its ranks have left must not be taken for the next one's."""
+    def _clear_up_the_last_round(self) -> None:
+        """What its ranks have left must not be taken for the next one's, nor what they have started take its cores."""
+        if self._round.number > 0 and leftovers.JOB in os.environ:
+            leftovers.end(os.environ[leftovers.JOB])
         for pattern in ("failed.*", "ended.*"):
             for path in self._directory.glob(pattern):
                 path.unlink(missing_ok=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ from typing import IO
 
 from stoker import streams
 from stoker.errors import UserError
-from stoker.launch import failure, hosts
+from stoker.launch import failure, hosts, leftovers
 from stoker.launch.guard import Lifelines
 from stoker.launch.hostfile import Host
 from stoker.launch.run import FAILURE_MARK, die_with_parent
@@ -134,16 +132,17 @@ def launch(
     with_hostfile: bool = True,
 ) -> int:
     """Runs mpirun to its end; returns the exit code of the command."""
-    directory = Path(tempfile.mkdtemp(prefix="stoker-"))
-    try:
+    with leftovers.directory(job) as directory:
         hostfile = None
         if with_hostfile:
             hostfile = str(directory / "hostfile")
             Path(hostfile).write_text(hostfile_text(mpirun, counts), encoding="utf-8")
+        environment = {**environment, leftovers.JOB: job}
         words = command(mpirun, counts, hostfile, environment, program, extra)
-        return _Watch(variables(mpirun, environment), [host.name for host, _ in counts], job).run(words)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        code = _Watch(variables(mpirun, environment), [host.name for host, _ in counts], job).run(words)
+        if code:
+            leftovers.end(job)
+        return code
 
 
 class _Watch:
@@ -163,6 +162,7 @@ class _Watch:
         try:
             for number in before:
                 signal.signal(number, self._pass_on)
+            own = {name: value for name, value in self._environment.items() if name != leftovers.JOB}
             # A session of its own: Ctrl-C reaches mpirun through us only, once.
             self._process = subprocess.Popen(
                 words,
@@ -172,7 +172,7 @@ class _Watch:
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # no thread runs yet
             )
-            lifelines = Lifelines(self._names, self._job, self._gone.append, self._environment)
+            lifelines = Lifelines(self._names, self._job, self._gone.append, own)
             assert self._process.stdout is not None
             assert self._process.stderr is not None
             readers = [

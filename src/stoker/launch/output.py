@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from stoker import streams
+from stoker.launch import leftovers
 from stoker.streams import ProgressLine
 
 __all__ = ["Lines", "attach"]
@@ -84,11 +85,11 @@ def attach(prefix: str, log: Path | None, *, progress: bool, fresh: bool = True,
         file = cast(BinaryIO, open(log, "wb" if fresh else "ab", buffering=0))  # noqa: SIM115
     if busy is not None:
         busy.touch()
-    out, err, rank = os.pipe(), os.pipe(), os.getpid()
+    out, err, rank, launcher = os.pipe(), os.pipe(), os.getpid(), os.getppid()
     child = os.fork()
     if child == 0:
         if os.fork() == 0:
-            _forward(out, err, rank, file, prefix.encode(), progress, busy)
+            _forward(out, err, rank, launcher, file, prefix.encode(), progress, busy)
         os._exit(0)
     os.waitpid(child, 0)
     before = os.dup(2)
@@ -107,6 +108,7 @@ def _forward(
     out: tuple[int, int],
     err: tuple[int, int],
     rank: int,
+    launcher: int,
     file: BinaryIO | None,
     prefix: bytes,
     progress: bool,
@@ -119,19 +121,41 @@ def _forward(
             os.close(descriptor)
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)  # a kill of the rank's process group must not cut off its last words
-        end = None
-        with contextlib.suppress(OSError, AttributeError):  # kernels before 5.3
-            end = os.pidfd_open(rank)
-        _pump({out[0]: 1, err[0]: 2}, end, file, prefix, progress, busy)
-    finally:
+        leftovers.exempt()
+        end, above = _watched(rank), _watched(launcher)
+        _pump({out[0]: 1, err[0]: 2}, end, above, file, prefix, progress, busy)
         if busy is not None:
             with contextlib.suppress(OSError):
                 busy.unlink()
+        # A launcher's end takes its ranks along a moment before it can be seen.
+        if above is not None and select.select([above], [], [], 0.3)[0]:
+            _end_orphans(busy)
+    finally:
         os._exit(0)
 
 
+def _watched(process: int) -> int | None:
+    """A descriptor that can be read from once a process has ended; None on kernels before 5.3."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.pidfd_open(process)
+    return None
+
+
+def _end_orphans(busy: Path | None) -> None:
+    """The launcher has ended. If it was killed, it could not end what the rank had started."""
+    job = os.environ.get(leftovers.JOB)
+    if job and busy is not None and not leftovers.is_over(busy.parent):
+        leftovers.end(job)
+
+
 def _pump(
-    sources: dict[int, int], end: int | None, file: BinaryIO | None, prefix: bytes, progress: bool, busy: Path | None
+    sources: dict[int, int],
+    end: int | None,
+    above: int | None,
+    file: BinaryIO | None,
+    prefix: bytes,
+    progress: bool,
+    busy: Path | None,
 ) -> None:
     lines = {source: Lines(prefix, progress) for source in sources}
     screens = _screens(busy)
@@ -139,6 +163,9 @@ def _pump(
     while sources:
         watched = [*sources, end] if ended is None and end is not None else list(sources)
         ready = select.select(watched, [], [], _IDLE)[0]
+        if ended is not None and above is not None and select.select([above], [], [], 0)[0]:
+            _end_orphans(busy)
+            above = None
         if end in ready:
             ended = time.monotonic()
             if busy is not None:

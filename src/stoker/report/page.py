@@ -7,7 +7,6 @@ that came from a log is ever marked as HTML.
 from __future__ import annotations
 
 import functools
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from stoker.report.plots import (
     waits_plot,
 )
 from stoker.report.style import CSS
+from stoker.whole_files import write_text
 
 __all__ = ["render", "write_page", "write_report"]
 
@@ -43,16 +43,12 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
 def write_page(run: Run, path: Path) -> Path:
     """Writes the page, whole or not at all."""
     page = render(run)
-    beside = path.with_name(f".{path.name}.partial")
     try:
-        beside.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(beside, path)
+        write_text(path, page, errors="replace")
     except FileNotFoundError:
         raise UserError(f"{path} cannot be written: there is no folder {path.parent}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        beside.unlink(missing_ok=True)
     return path
 
 

@@ -24,6 +24,7 @@ from stoker.tasks import memory
 from stoker.tasks.display import Display
 from stoker.tasks.loading import quiet
 from stoker.tasks.options import OptionParser, given, program, words_of
+from stoker.whole_files import write_text
 
 __all__ = ["Job", "begin", "cut", "finish", "know_the_machine", "train", "write_json"]
 
@@ -196,11 +197,9 @@ def know_the_machine(say: Callable[[str], None]) -> Rates:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Written beside and renamed, like everything a kill must not leave half done."""
-    beside = path.with_name(f".{path.name}.partial")
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    beside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    """Whole or not at all, like everything a kill must not leave half done."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
@@ -216,7 +215,7 @@ def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
         return
     from stoker.tasks.card import model_card
 
-    (folder / "README.md").write_text(model_card(job, trainer, metrics, run), encoding="utf-8")
+    write_text(folder / "README.md", model_card(job, trainer, metrics, run))
     try:
         from stoker.report.page import write_report
     except ImportError as error:

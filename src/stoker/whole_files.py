@@ -1,0 +1,32 @@
+"""Files that are whole or absent: written beside their place and renamed, with nothing left beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+__all__ = ["remove_unfinished", "write_text"]
+
+_UNFINISHED = re.compile(r"\.(.+\.(html|json|md|txt))\.partial")
+
+
+def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
+    """A kill or a full disk leaves the file that was there before."""
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        beside.write_text(text, encoding="utf-8", errors=errors)
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a killed process has left of such files."""
+    with contextlib.suppress(OSError):
+        for path in list(folder.iterdir()):
+            if _UNFINISHED.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+                path.unlink(missing_ok=True)
