@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
 
-from stoker.errors import UserError
+from stoker.errors import UserError, first_line
 from stoker.hf.arguments import TrainingArguments
 from stoker.launch.documents import BadDocument, parse_json
 from stoker.option_values import StrictValues
@@ -21,7 +21,16 @@ from stoker.user_files import read_text
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
 
-__all__ = ["DataOptions", "ModelOptions", "OptionParser", "check_best", "given", "program", "words_of"]
+__all__ = [
+    "DataOptions",
+    "ModelOptions",
+    "OptionParser",
+    "check_best",
+    "check_optimizer",
+    "given",
+    "program",
+    "words_of",
+]
 
 log = logging.getLogger("stoker")
 
@@ -167,6 +176,28 @@ def check_best(args: Any, argv: list[str], metrics: Collection[str], default: st
         close = difflib.get_close_matches(name, metrics, n=1, cutoff=0.6)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise UserError(f"--metric_for_best_model {name} is not measured{hint}; there are {', '.join(metrics)}")
+
+
+def check_optimizer(args: Any) -> None:
+    """Tries the optimizer and the schedule on one weight, so that values they refuse are found before anything is deleted."""
+    import torch
+    import transformers
+
+    probe = torch.nn.Linear(1, 1)
+    name, schedule = (getattr(one, "value", one) for one in (args.optim, args.lr_scheduler_type))
+    flags = f"--optim {name}" + (f" --optim_args {args.optim_args} (NAME=VALUE,...)" if args.optim_args else "")
+    try:
+        kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args, probe)
+        if {"params", "model", "optimizer_dict"} & options.keys():  # these are made for the real model only
+            return
+        optimizer = kind(probe.parameters(), **options)
+        flags = f"--lr_scheduler_type {schedule} --lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
+        transformers.get_scheduler(
+            args.lr_scheduler_type, optimizer, num_warmup_steps=1, num_training_steps=2,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )  # fmt: skip
+    except Exception as error:  # whatever it is, these values cause it
+        raise UserError(f"{flags} cannot be used: {type(error).__name__}: {first_line(error)}") from None
 
 
 def words_of(argv: list[str]) -> list[str]:

@@ -23,7 +23,7 @@ from stoker.machine.rates import Rates
 from stoker.tasks import memory
 from stoker.tasks.display import Display
 from stoker.tasks.loading import quiet
-from stoker.tasks.options import OptionParser, given, program, words_of
+from stoker.tasks.options import OptionParser, check_optimizer, given, program, words_of
 from stoker.whole_files import write_text
 
 __all__ = ["Job", "begin", "cut", "finish", "know_the_machine", "train", "write_json"]
@@ -64,6 +64,8 @@ def begin(task: str, argv: list[str], data_options: Any) -> Job:
     if args.do_train and not given("output_dir", argv):
         raise UserError("--output_dir is missing: where should the model go?")
     _needs_data(args, data)
+    if args.do_train:
+        check_optimizer(args)
     _check_output(args)
     return Job(task, argv, model, data, args, Console(stderr=True, highlight=False, markup=False, soft_wrap=True))
 
