@@ -1,0 +1,589 @@
+"""What is called on every build of the native library: each exported kernel, on random inputs of odd sizes.
+
+A case is a function of a build that returns named results; tests/kernels/builds_agree.py compares them between builds.
+`exact` marks the cases whose arithmetic is the same in every build: copies, decisions of dropout, sums in a fixed order
+without a product in them, and products of small whole numbers, which are exact in any order. All others differ in
+rounding: baseline has no fused multiply-add, and sums over a row run in as many lanes as a register has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from native_calls import Native
+
+__all__ = ["CASES", "LEFT_OUT", "Case"]
+
+Results = dict[str, np.ndarray]
+THREADS = 2
+FP32, BF16 = 0, 1
+DTYPES = {"fp32": FP32, "bf16": BF16}
+STORAGE = (np.float32, np.uint16)
+KEY = 0x9E3779B97F4A7C15
+
+LEFT_OUT = {"stoker_clock": "measures the clock: its result is a time, and it reads no memory of the caller"}
+"""Exported functions without a case, each with the reason."""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    body: Callable[[Native, Chance], Results]
+    exact: bool = False
+
+    def run(self, native: Native) -> Results:
+        return self.body(native, Chance(native, zlib.crc32(self.name.encode())))
+
+
+class Chance:
+    """Random inputs in guarded memory, the same for every build, machine and version of numpy.
+
+    A generator of its own (SplitMix64), because importing numpy.random takes the emulated machine several seconds.
+    """
+
+    def __init__(self, native: Native, seed: int) -> None:
+        self.place = native.place
+        self._drawn = seed << 32
+
+    def _bits(self, shape: tuple[int, ...]) -> np.ndarray:
+        """64 random bits each."""
+        count = math.prod(shape)
+        z = np.arange(self._drawn, self._drawn + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        self._drawn += count
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (z ^ (z >> np.uint64(31))).reshape(shape)
+
+    def floats(self, *shape: int, dtype: int = FP32, low: float = -2.0, high: float = 2.0) -> np.ndarray:
+        unit = (self._bits(shape) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+        values = np.float32(low) + np.float32(high - low) * unit
+        return self.place(values if dtype == FP32 else _truncate(values))
+
+    def whole(self, *shape: int, dtype: int = FP32) -> np.ndarray:
+        """Whole numbers from -4 to 4: their sums of products are exact."""
+        values = (self._bits(shape) % np.uint64(9)).astype(np.float32) - np.float32(4)
+        return self.place(values if dtype == FP32 else _truncate(values))
+
+    def ids(self, count: int, below: int) -> np.ndarray:
+        return self.integers(count, np.int64, below)
+
+    def integers(self, count: int, dtype: Any, below: int = 100) -> np.ndarray:
+        return self.place((self._bits((count,)) % np.uint64(below)).astype(dtype))
+
+
+def _truncate(values: np.ndarray) -> np.ndarray:
+    """fp32 to bf16 by its upper half: any rounding serves for inputs."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _either(name: str, run: Callable[..., Results], exact: bool = False, **options: Any) -> Iterator[Case]:
+    for dtype, code in DTYPES.items():
+        yield Case(f"{name}, {dtype}", partial(run, dtype=code, **options), exact)
+
+
+# --- the library itself -------------------------------------------------------------------------------------------------
+
+
+def about(native: Native, chance: Chance) -> Results:
+    assert native.call("count_threads", threads=THREADS) == THREADS
+    assert native.call("isa").decode() in {"baseline", "avx2", "avx512"}
+    return {"numbers": np.array([native.call(name) for name in ("abi", "comm_abi", "attention_key_chunk")])}
+
+
+# --- dropout, norms, activations ----------------------------------------------------------------------------------------
+
+
+def dropout(native: Native, chance: Chance, dtype: int, rows: int, columns: int) -> Results:
+    x = chance.floats(rows, columns, dtype=dtype)
+    y = native.empty(x.shape, x.dtype)
+    native.call("dropout", x=x, y=y, rows=rows, columns=columns, p=0.3, key=KEY, dtype=dtype, threads=THREADS)
+    return {"y": y}
+
+
+def norm(
+    native: Native,
+    chance: Chance,
+    dtype: int,
+    rows: int,
+    columns: int,
+    rms: bool,
+    fused: bool,
+    returns_sum: bool = False,
+) -> Results:
+    """`fused`: with x_bias, dropout and residual. `returns_sum`: z is an output, and has a gradient."""
+    x, dy = chance.floats(rows, columns, dtype=dtype), chance.floats(rows, columns, dtype=dtype)
+    weight, bias = chance.floats(columns), None if rms else chance.floats(columns, dtype=dtype)
+    shared = {
+        "x": x, "weight": weight, "residual": chance.floats(rows, columns, dtype=dtype) if fused else None,
+        "x_bias": chance.floats(columns) if fused else None, "stats": native.empty(2 * rows, np.float32),
+        "z": native.empty(x.shape, x.dtype) if returns_sum else None, "rows": rows, "columns": columns,
+        "p": 0.1 if fused else 0.0, "key": KEY, "rms": int(rms), "dtype": dtype, "x_bias_dtype": FP32,
+        "weight_dtype": FP32, "bias_dtype": dtype, "threads": THREADS,
+    }  # fmt: skip
+    y = native.empty(x.shape, x.dtype)
+    native.call("norm_forward", bias=bias, y=y, eps=1e-5, **shared)
+    results = {"y": y, "stats": shared["stats"], "dresidual": native.empty(x.shape, x.dtype)}
+    results["dweight"] = native.empty(columns, np.float32)
+    if not rms:
+        results["dbias"] = native.empty(columns, STORAGE[dtype])
+    if fused:
+        results |= {"dx": native.empty(x.shape, x.dtype), "dx_bias": native.empty(columns, np.float32)}
+    if returns_sum:
+        results["z"] = shared["z"]
+        shared["dz"] = chance.floats(rows, columns, dtype=dtype)
+    gradients = {name: value for name, value in results.items() if name.startswith("d")}
+    native.call("norm_backward", dy=dy, **gradients, **shared)
+    return results
+
+
+def activation(
+    native: Native, chance: Chance, dtype: int, rows: int, columns: int, kind: int, gated: bool, whole: bool = False
+) -> Results:
+    draw = chance.whole if whole else partial(chance.floats, low=-6.0, high=6.0)
+    # Both halves in one matrix, as a product gives them: rows have a stride.
+    stride = 2 * columns if gated else columns
+    both, dboth = draw(rows, stride, dtype=dtype), native.empty((rows, stride), STORAGE[dtype])
+    dy, y = draw(rows, columns, dtype=dtype), native.empty((rows, columns), STORAGE[dtype])
+    shared: dict[str, Any] = {
+        "x": both, "x_stride": stride, "up": both[:, columns:] if gated else None, "up_stride": stride, "x_bias": draw(columns),
+        "up_bias": draw(columns) if gated else None, "rows": rows, "columns": columns, "kind": kind, "gated": int(gated),
+        "dtype": dtype, "bias_dtype": FP32, "threads": THREADS,
+    }  # fmt: skip
+    native.call("activation_forward", y=y, **shared)
+    results = {"y": y, "dx": dboth, "dbias": native.empty(columns, np.float32)}
+    if gated:
+        results["dup_bias"] = native.empty(columns, np.float32)
+    native.call(
+        "activation_backward", dy=dy, dx=dboth, dx_stride=stride, dup=dboth[:, columns:] if gated else None, dup_stride=stride,
+        dbias=results["dbias"], dup_bias=results.get("dup_bias"), **shared,
+    )  # fmt: skip
+    return results
+
+
+# --- embeddings, loss ---------------------------------------------------------------------------------------------------
+
+
+def embedding_lookup(native: Native, chance: Chance, dtype: int, tokens: int, rows: int, columns: int) -> Results:
+    table, ids = chance.floats(rows, columns, dtype=dtype), chance.ids(tokens, rows)
+    y, bad = native.empty((tokens, columns), table.dtype), native.empty(2, np.int64)
+    native.call(
+        "embedding_lookup", ids=ids, table=table, y=y, bad=bad, tokens=tokens, rows=rows, columns=columns,
+        bytes=table.itemsize, threads=THREADS,
+    )  # fmt: skip
+    assert bad[0] == -1
+    return {"y": y}
+
+
+def embedding_scatter(native: Native, chance: Chance, dtype: int, tokens: int, rows: int, columns: int) -> Results:
+    dz, ids = chance.floats(tokens, columns, dtype=dtype), chance.ids(tokens, rows)
+    grad = native.empty((rows, columns), STORAGE[dtype])
+    native.call(
+        "embedding_scatter", dz=dz, ids=ids, grad=grad, tokens=tokens, rows=rows, columns=columns, skip=1, dtype=dtype,
+        table_dtype=dtype, threads=THREADS,
+    )  # fmt: skip
+    return {"grad": grad}
+
+
+def embedding_norm(native: Native, chance: Chance, dtype: int, tokens: int, columns: int, p: float) -> Results:
+    sizes = (11, 7, 2)
+    shared: dict[str, Any] = {f"ids{k}": chance.ids(tokens, size) for k, size in enumerate(sizes)}
+    shared |= {f"table{k}": chance.floats(size, columns, dtype=dtype) for k, size in enumerate(sizes)}
+    shared |= {
+        "weight": chance.floats(columns), "stats": native.empty(2 * tokens, np.float32), "tokens": tokens, "columns": columns,
+        "p": p, "key": KEY, "table_dtype": dtype, "dtype": dtype, "weight_dtype": FP32, "bias_dtype": FP32, "threads": THREADS,
+    }  # fmt: skip
+    y, bad = native.empty((tokens, columns), STORAGE[dtype]), native.empty(2, np.int64)
+    rows = native.place(np.array(sizes, np.int64))
+    native.call("embedding_norm_forward", sizes=rows, bias=chance.floats(columns), y=y, bad=bad, eps=1e-5, **shared)
+    assert bad[0] == -1
+    gradients = {"dz": native.empty((tokens, columns), np.float32), "dweight": native.empty(columns, np.float32)}
+    gradients["dbias"] = native.empty(columns, np.float32)
+    native.call("embedding_norm_backward", dy=chance.floats(tokens, columns, dtype=dtype), **gradients, **shared)
+    return {"y": y, "stats": shared["stats"], **gradients}
+
+
+def cross_entropy(native: Native, chance: Chance, dtype: int, rows: int, columns: int) -> Results:
+    logits, labels = chance.floats(rows, columns, dtype=dtype, low=-9.0, high=9.0), chance.ids(rows, columns)
+    labels[rows // 2] = -100
+    size = {"labels": labels, "rows": rows, "columns": columns, "threads": THREADS}
+    results = {"loss": native.empty(rows, np.float32), "stats": native.empty(2 * rows, np.float32)}
+    results["totals"] = native.empty(2, np.float64)
+    bad = native.empty(1, np.int64)
+    native.call("cross_entropy_forward", logits=logits, bad=bad, ignore=-100, dtype=dtype, **results, **size)
+    assert bad[0] == -1
+    results["dlogits"] = native.empty(logits.shape, logits.dtype)
+    native.call(
+        "cross_entropy_backward", logits=logits, stats=results["stats"], scales=chance.floats(rows), dlogits=results["dlogits"],
+        ignore=-100, dtype=dtype, **size,
+    )  # fmt: skip
+    return results
+
+
+def cross_entropy_block(native: Native, chance: Chance, rows: int, columns: int) -> Results:
+    logits, labels = chance.floats(rows, columns, low=-9.0, high=9.0), chance.ids(rows, columns)
+    loss, scales = native.empty(rows, np.float32), chance.floats(rows)
+    native.call(
+        "cross_entropy_block",
+        logits=logits,
+        labels=labels,
+        scales=scales,
+        loss=loss,
+        rows=rows,
+        columns=columns,
+        threads=THREADS,
+    )
+    return {"loss": loss, "dlogits": logits}
+
+
+# --- attention ----------------------------------------------------------------------------------------------------------
+
+UNLIMITED = 2**62
+
+
+def attention(
+    native: Native,
+    chance: Chance,
+    dtype: int,
+    lengths: tuple[int, ...],
+    heads: int,
+    kv_heads: int,
+    size: int,
+    window: tuple[int, int] = (UNLIMITED, UNLIMITED),
+    rotary: bool = False,
+    with_bias: bool = False,
+    p: float = 0.0,
+) -> Results:
+    tokens, longest, width = sum(lengths), max(lengths), (heads + 2 * kv_heads) * size
+    # q, k and v side by side, as one product gives them; the last element of v is the last before the fault.
+    qkv, dqkv = chance.floats(tokens, width, dtype=dtype), native.empty((tokens, width), STORAGE[dtype])
+    starts = native.place(np.cumsum((0, *lengths), dtype=np.int64))
+    out, lse = native.empty((tokens, heads * size), STORAGE[dtype]), native.empty((tokens, heads), np.float32)
+    k, v = heads * size, (heads + kv_heads) * size
+    angles = chance.floats(tokens, size // 2) if rotary else None
+    bias = chance.floats(heads, longest, longest) if with_bias else None
+    alive = {
+        "cosine": None if angles is None else native.place(np.clip(angles, -1, 1)),
+        "sine": None if angles is None else native.place(np.clip(-angles, -1, 1)),
+        "dbias": None if bias is None else native.place(np.zeros((2, *bias.shape), np.float32)),
+        "dq_parts": native.empty((-(-longest // native.call("attention_key_chunk")), *out.shape), np.float32),
+    }
+    call = native.struct(
+        "AttentionCall", q=qkv, k=qkv[:, k:], v=qkv[:, v:], out=out, lse=lse, dout=chance.floats(*out.shape, dtype=dtype),
+        dq=dqkv, dk=dqkv[:, k:], dv=dqkv[:, v:], bias=bias, starts=starts, sequences=len(lengths), heads=heads,
+        kv_heads=kv_heads, head_size=size, bias_length=longest, bias_groups=2, q_token=width, q_head=size, k_token=width,
+        k_head=size, v_token=width, v_head=size, left=window[0], right=window[1], key=KEY, scale=size**-0.5, p=p, dtype=dtype,
+        threads=THREADS, **alive,
+    )  # fmt: skip
+    native.call("attention_forward", struct=call)
+    native.call("attention_backward", struct=call)
+    results = {"out": out, "lse": lse, "dqkv": dqkv}
+    return results if bias is None else {**results, "dbias": alive["dbias"]}
+
+
+# --- products, sums, clipping -------------------------------------------------------------------------------------------
+
+_SGEMM = ctypes.CFUNCTYPE(
+    None, *[ctypes.c_int] * 6, ctypes.c_float, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int,
+    ctypes.c_float, ctypes.c_void_p, ctypes.c_int,
+)  # fmt: skip
+
+
+def _matrix(address: int, rows: int, columns: int, stride: int) -> np.ndarray:
+    """Row-major floats in memory, not one beyond the last element."""
+    count = (rows - 1) * stride + columns
+    flat = np.frombuffer((ctypes.c_float * count).from_address(address), np.float32)
+    return np.lib.stride_tricks.as_strided(flat, (rows, columns), (4 * stride, 4))
+
+
+@_SGEMM
+def _sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):  # type: ignore[no-untyped-def]
+    """cblas_sgemm in numpy, so that the engine that calls a BLAS runs without one."""
+    left = _matrix(a, m, k, lda) if trans_a == 111 else _matrix(a, k, m, lda).T
+    right = _matrix(b, k, n, ldb) if trans_b == 111 else _matrix(b, n, k, ldb).T
+    to = _matrix(c, m, n, ldc)
+    to[...] = alpha * (left @ right) + (beta * to if beta else 0)
+
+
+def product(
+    native: Native,
+    chance: Chance,
+    dtype: int,
+    rows: int,
+    columns: int,
+    depths: tuple[int, ...],
+    order: str,
+    whole: bool = False,
+    with_bias: bool = False,
+    blas: bool = False,
+) -> Results:
+    """`order` as in linear.py: "nt" forward, "nn" gradient of the input, "tn" gradient of the weight."""
+    draw = chance.whole if whole else chance.floats
+    left, right, kept = [], [], []
+    for depth in depths:
+        a = draw(rows, depth, dtype=dtype) if order[0] == "n" else draw(depth, rows, dtype=dtype)
+        b = draw(depth, columns, dtype=dtype) if order[1] == "n" else draw(columns, depth, dtype=dtype)
+        kept += [a, b]
+        left.append(_operand(native, a, order[0] == "n", dtype))
+        right.append(_operand(native, b, order[1] == "n", dtype))
+    operands = type(left[0]) * len(depths)
+    a, b = operands(*left), operands(*right)
+    c = native.empty((rows, columns), STORAGE[dtype])
+    call = native.struct(
+        "Product", a=a, b=b, depths=native.place(np.array(depths, np.int64)), terms=len(depths), rows=rows, columns=columns,
+        c=c, c_stride=columns, bias=draw(columns) if with_bias else None, c_dtype=dtype, bias_dtype=FP32,
+    )  # fmt: skip
+    native.call(
+        "product", struct=call, sgemm=ctypes.cast(_sgemm, ctypes.c_void_p).value if blas else None, threads=THREADS
+    )
+    del kept
+    return {"c": c}
+
+
+def _operand(native: Native, array: np.ndarray, by_rows: bool, dtype: int) -> Any:
+    stride = array.shape[1]
+    return native.struct(
+        "Operand", data=array, row_stride=stride if by_rows else 1, column_stride=1 if by_rows else stride, dtype=dtype
+    )
+
+
+def column_sums(native: Native, chance: Chance, dtype: int, rows: int, columns: int) -> Results:
+    x, sums = chance.floats(rows, columns, dtype=dtype), native.empty(columns, np.float32)
+    native.call(
+        "column_sums", x=x, row_stride=columns, rows=rows, columns=columns, sums=sums, dtype=dtype, threads=THREADS
+    )
+    return {"sums": sums}
+
+
+def _many(native: Native, chance: Chance) -> tuple[list[np.ndarray], dict[str, Any]]:
+    tensors = [chance.floats(size) for size in (1, 7, 33, 32_769, 1_025)]
+    addresses = native.place(np.array([tensor.ctypes.data for tensor in tensors], np.uint64))
+    sizes = native.place(np.array([tensor.size for tensor in tensors], np.int64))
+    return tensors, {"tensors": addresses, "sizes": sizes, "count": len(tensors), "threads": THREADS}
+
+
+def gradient_norm(native: Native, chance: Chance) -> Results:
+    _tensors, arguments = _many(native, chance)
+    total = native.empty(1, np.float64)
+    native.call("norm", norm=total, **arguments)
+    return {"norm": total}
+
+
+def gradient_scale(native: Native, chance: Chance) -> Results:
+    tensors, arguments = _many(native, chance)
+    native.call("scale", factor=0.37, **arguments)
+    return {"scaled": np.concatenate(tensors)}
+
+
+# --- collectives: the ranks are threads of this process -----------------------------------------------------------------
+
+REDUCIBLE = ("float32", "float64", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "int64", "bool")
+"""csrc/comm/reduce.h, enum Type."""
+OPS = 8
+SUM, AVG, FIRST_BIT_OP, FIRST_INTEGER = 0, 1, 5, 4
+
+
+def _pairs() -> list[tuple[int, int]]:
+    """Every type with every operation that is defined for it."""
+    floats = [(kind, op) for kind in range(FIRST_INTEGER) for op in range(FIRST_BIT_OP)]
+    return floats + [(kind, op) for kind in range(FIRST_INTEGER, len(REDUCIBLE)) for op in range(OPS) if op != AVG]
+
+
+def _operand_of(chance: Chance, kind: int, op: int, count: int) -> np.ndarray:
+    name = REDUCIBLE[kind]
+    if name == "float16" and op in (SUM, AVG):
+        # Bochs 2.7 rounds fp32 that lies halfway between two fp16 upwards, not to even; sums of whole numbers never do.
+        return chance.place(chance.whole(count).astype(name))
+    if name == "bfloat16":
+        return chance.floats(count, dtype=BF16)
+    if name == "float32":
+        return chance.floats(count)
+    if name in ("float64", "float16"):
+        return chance.place(chance.floats(count).astype(name))
+    return chance.integers(count, np.bool_ if name == "bool" else name)
+
+
+def _group(native: Native, ranks: int) -> list[int]:
+    """The handles of all ranks, rank 0 first."""
+    assert not native.call("comm_attach", address=b"nowhere", rank=1)
+    assert native.call("comm_opening_error")
+    first = native.call("comm_create", ranks=ranks, rank=0, slot_bytes=4096, named=0)
+    assert first, native.call("comm_opening_error")
+    address = native.call("comm_address", group=first)
+    assert not native.call("comm_complete", group=first)
+    others = [native.call("comm_attach", address=address, rank=rank) for rank in range(1, ranks)]
+    assert all(others), native.call("comm_opening_error")
+    assert native.call("comm_complete", group=first)
+    native.call("comm_seal", group=first)
+    handles = [first, *others]
+    for handle in handles:
+        native.call("comm_timeout", group=handle, seconds=120.0)
+        native.call("comm_names", group=handle, ranks=native.place(np.arange(ranks, dtype=np.int64)))
+    return handles
+
+
+def _on_every_rank(native: Native, ranks: int, body: Callable[[int, int], None]) -> None:
+    """body(rank, handle) in a thread per rank; afterwards one rank aborts, which the others see."""
+    handles, failures = _group(native, ranks), []
+
+    def run(rank: int) -> None:
+        try:
+            body(rank, handles[rank])
+        except BaseException as error:
+            failures.append(f"rank {rank}: {error or native.call('comm_error', group=handles[rank])!r}")
+            native.call("comm_abort", group=handles[rank], why=b"a rank failed")
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    assert native.call("comm_waited", group=handles[0], for_rank=native.empty(ranks, np.float64)) >= 0.0
+    native.call("comm_abort", group=handles[0], why=b"the end")
+    assert native.call("comm_barrier", group=handles[1])
+    assert b"the end" in native.call("comm_error", group=handles[1])
+    for handle in handles:
+        native.call("comm_destroy", group=handle)
+
+
+def reductions(native: Native, chance: Chance, ranks: int, count: int) -> Results:
+    """Every type with every operation; `count` elements fit a slot of 4,096 bytes, or take several."""
+    pairs = _pairs()
+    operands = [[_operand_of(chance, kind, op, count) for kind, op in pairs] for _ in range(ranks)]
+
+    def body(rank: int, handle: int) -> None:
+        for (kind, op), data in zip(pairs, operands[rank], strict=True):
+            code = native.call("comm_allreduce", group=handle, data=data, count=count, type=kind, op=op, root=-1)
+            assert code == 0, native.call("comm_error", group=handle)
+
+    _on_every_rank(native, ranks, body)
+    names = [f"{REDUCIBLE[kind]} op {op}" for kind, op in pairs]
+    for others in operands[1:]:
+        for name, mine, theirs in zip(names, operands[0], others, strict=True):
+            assert mine.tobytes() == theirs.tobytes(), f"the ranks differ in {name}"
+    return dict(zip(names, operands[0], strict=True))
+
+
+def exchanges(native: Native, chance: Chance, ranks: int, count: int) -> Results:
+    """The collectives that move data, and reduce_scatter, on `count` bytes or floats for each rank."""
+
+    def pointers(arrays: list[np.ndarray]) -> np.ndarray:
+        return native.place(np.array([array.ctypes.data for array in arrays], np.uint64))
+
+    def bytes_of() -> list[np.ndarray]:
+        return [chance.integers(count, np.uint8) for _ in range(ranks)]
+
+    floats = [[chance.floats(count) for _ in range(ranks)] for _ in range(ranks)]
+    sources, parts = [bytes_of() for _ in range(ranks)], [bytes_of() for _ in range(ranks)]
+    gathered, exchanged, at_root = ([bytes_of() for _ in range(ranks)] for _ in range(3))
+    sums, scattered, shared = [native.empty(count, np.float32) for _ in range(ranks)], bytes_of(), bytes_of()
+    tables = {
+        name: [pointers(arrays) for arrays in table]
+        for name, table in {
+            "floats": floats,
+            "parts": parts,
+            "gathered": gathered,
+            "exchanged": exchanged,
+            "root": at_root,
+        }.items()
+    }
+    counts = native.place(np.full(ranks, count, np.int64))
+
+    def body(rank: int, handle: int) -> None:
+        calls: list[tuple[str, dict[str, Any]]] = [
+            (
+                "reduce_scatter",
+                {"sources": tables["floats"][rank], "to": sums[rank], "counts": counts, "type": 0, "op": 0},
+            ),
+            ("allgather", {"source": sources[rank][0], "to": tables["gathered"][rank], "bytes": counts}),
+            ("broadcast", {"data": shared[rank], "bytes": count, "root": 1}),
+            ("gather", {"source": sources[rank][0], "to": tables["root"][rank], "bytes": count, "root": 0}),
+            ("scatter", {"sources": tables["parts"][rank], "to": scattered[rank], "bytes": count, "root": 1}),
+            (
+                "alltoall",
+                {"sources": tables["parts"][rank], "sent": counts, "to": tables["exchanged"][rank], "received": counts},
+            ),
+            ("barrier", {}),
+        ]
+        for name, arguments in calls:
+            assert native.call(f"comm_{name}", group=handle, **arguments) == 0, native.call("comm_error", group=handle)
+
+    _on_every_rank(native, ranks, body)
+    return {
+        "reduce_scatter": np.stack(sums), "allgather": np.stack([np.stack(rows) for rows in gathered]),
+        "broadcast": np.stack(shared), "gather": np.stack(at_root[0]), "scatter": np.stack(scattered),
+        "alltoall": np.stack([np.stack(rows) for rows in exchanged]),
+    }  # fmt: skip
+
+
+# --- the list -----------------------------------------------------------------------------------------------------------
+
+
+def _cases() -> Iterator[Case]:
+    yield Case("about the library", about, exact=True)
+    for rows, columns in ((1, 1), (3, 67), (2, 333)):
+        yield from _either(f"dropout {rows} x {columns}", dropout, exact=True, rows=rows, columns=columns)
+    for kind, rms in (("layer norm", False), ("rms norm", True)):
+        yield from _either(f"{kind} 5 x 3", norm, rows=5, columns=3, rms=rms, fused=False)
+        yield from _either(f"{kind} 9 x 67", norm, rows=9, columns=67, rms=rms, fused=False)
+        yield from _either(f"dropout + residual + {kind} 11 x 131", norm, rows=11, columns=131, rms=rms, fused=True)
+        options = {"rms": rms, "fused": True, "returns_sum": True}
+        yield from _either(f"dropout + residual + {kind} 5 x 47, sum returned", norm, rows=5, columns=47, **options)
+    for code, kind in enumerate(("gelu", "gelu_tanh", "relu", "silu")):
+        for gated in (False, True):
+            options = {"kind": code, "gated": gated, "columns": 519 if code == 0 else 61, "whole": kind == "relu"}
+            yield from _either(f"{'gated ' * gated}{kind}", activation, exact=kind == "relu", rows=9, **options)
+    yield from _either("embedding lookup", embedding_lookup, exact=True, tokens=13, rows=7, columns=35)
+    yield from _either("embedding scatter", embedding_scatter, exact=True, tokens=203, rows=3, columns=35)
+    for p in (0.0, 0.2):
+        yield from _either(f"embedding norm, p = {p}", embedding_norm, tokens=11, columns=77, p=p)
+    for rows, columns in ((5, 37), (3, 1031)):
+        yield from _either(f"cross entropy {rows} x {columns}", cross_entropy, rows=rows, columns=columns)
+    yield Case("cross entropy block", partial(cross_entropy_block, rows=5, columns=601))
+
+    yield from _either("attention", attention, lengths=(1, 0, 71, 5), heads=2, kv_heads=2, size=33)
+    options = {"window": (UNLIMITED, 0), "rotary": True, "p": 0.1}
+    yield from _either(
+        "attention, causal, rotary, grouped", attention, lengths=(37, 3), heads=4, kv_heads=2, size=22, **options
+    )
+    options = {"window": (9, 17), "with_bias": True, "p": 0.3}
+    yield from _either(
+        "attention, window, bias", attention, lengths=(29, 66, 1), heads=3, kv_heads=1, size=7, **options
+    )
+    yield Case(
+        "attention, two blocks of keys", partial(attention, dtype=FP32, lengths=(531,), heads=1, kv_heads=1, size=3)
+    )
+    options = {"lengths": (2051,), "heads": 1, "kv_heads": 1, "size": 5, "window": (5, 3)}
+    yield Case("attention, two chunks of keys", partial(attention, dtype=FP32, **options))
+
+    for order in ("nt", "nn", "tn"):
+        yield from _either(f"product {order}", product, rows=29, columns=45, depths=(67,), order=order)
+        options = {"columns": 37, "depths": (19,), "order": order, "whole": True}
+        yield from _either(f"product {order}, whole numbers", product, exact=True, rows=13, **options)
+        yield from _either(
+            f"product {order}, whole numbers, by a BLAS", product, exact=True, rows=13, blas=True, **options
+        )
+    options = {"order": "nt", "whole": True, "with_bias": True}
+    sizes = {"rows": 7, "columns": 35, "depths": (19, 3)}
+    yield from _either("product of two terms, bias, whole numbers", product, exact=True, **sizes, **options)
+    # One more than a tile has rows, columns and depth.
+    sizes = {"rows": 97, "columns": 385, "depths": (257,)}
+    yield Case("product of many tiles, whole numbers", partial(product, dtype=FP32, **sizes, **options), exact=True)
+    yield from _either("column sums", column_sums, exact=True, rows=259, columns=67)
+    yield Case("norm of many gradients", gradient_norm)
+    yield Case("scale of many gradients", gradient_scale, exact=True)
+
+    yield Case("reductions of 2 ranks, one slot", partial(reductions, ranks=2, count=37), exact=True)
+    yield Case("reductions of 3 ranks, several slots", partial(reductions, ranks=3, count=1061), exact=True)
+    yield Case("exchanges of 3 ranks", partial(exchanges, ranks=3, count=4133), exact=True)
+
+
+CASES = tuple(_cases())
