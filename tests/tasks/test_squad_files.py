@@ -120,7 +120,7 @@ BAD = {
     ),
     "negative offset": ({"answers": {"text": ["it."], "answer_start": [-3]}}, "is not at its offset -3"),
     "empty question": ({"question": " "}, "its question is empty"),
-    "context of another type": ({"context": 3}, "its context is a int, not text"),
+    "context of another type": ({"context": 3}, "its context is an int, not text"),
     "more answers than offsets": ({"answers": {"text": ["Ada", "Bo"], "answer_start": [0]}}, "2 answers but 1 offsets"),
     "half a character": ({"question": "\ud800 who?"}, "its question holds half a character"),
     "half a character in an answer": ({"answers": {"text": ["\udfff"], "answer_start": [0]}}, "is empty or not text"),

@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from stoker.english import with_article
+
 __all__ = ["BadDocument", "parse_json", "parse_yaml"]
 
 _DEPTH = 32
@@ -111,7 +113,9 @@ def _check(value: Any, depth: int = 1) -> None:
         if not math.isfinite(value):
             raise ValueError(f"it holds {value}, which is not a number")
     elif not isinstance(value, str):
-        raise ValueError(f"it holds a {type(value).__name__}, which is neither text, number, list nor mapping")
+        raise ValueError(
+            f"it holds {with_article(type(value).__name__)}, which is neither text, number, list nor mapping"
+        )
 
 
 def _reason(error: Exception) -> str:

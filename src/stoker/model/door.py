@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from stoker.english import with_article
 from stoker.model import precision
 from stoker.model.families import Family, find, transformers_major
 from stoker.model.sequences import Sequences, count, read_mask, serving
@@ -66,7 +67,7 @@ class Door(Optimized):
         if not tokens.numel():
             return "the batch is empty"
         if mask is not None and not isinstance(mask, Tensor):
-            return f"the attention mask is a {type(mask).__name__}"
+            return f"the attention mask is {with_article(type(mask).__name__)}"
         if mask is not None and tuple(mask.shape) != (batch, length):
             return f"the attention mask, of {mask.dim()} dimensions, is not (batch, length)"
         parameter = next(self.parameters(), None)
@@ -159,9 +160,9 @@ def _altered(model: nn.Module, row: Family) -> str | None:
     for module, is_layer in _parts(model):
         name = type(module).__name__
         if is_layer and not isinstance(module, Optimized):
-            return f"a {name} is not optimised"
+            return f"{with_article(name)} is not optimised"
         if "forward" in module.__dict__ or not all(map(_trusted, _hooks(module))):
-            return f"a {name} has a hook, which expects padded batches"
+            return f"{with_article(name)} has a hook, which expects padded batches"
         if is_layer and (reason := _altered_inside(module, row)):
             return reason
     return None
@@ -188,7 +189,7 @@ def _altered_inside(layer: nn.Module, row: Family) -> str | None:
     if row.attention_dropout_called:
         dropout = child(layer, row.attention_dropout)
         if not plain(dropout, nn.Dropout) and not plain(dropout, nn.Identity):
-            return f"{row.attention_dropout} of a layer, a {type(dropout).__name__}, has no probability to read"
+            return f"{row.attention_dropout} of a layer, {with_article(type(dropout).__name__)}, has no probability to read"
     return None
 
 

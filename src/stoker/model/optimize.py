@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from stoker.english import with_article
 from stoker.kernels import native
 from stoker.model import memory as allocator
 from stoker.model import optimizers, precision
@@ -72,7 +73,7 @@ def optimize(
     if isinstance(optimizer, (torch.dtype, str)) or isinstance(dtype, torch.optim.Optimizer):
         optimizer, dtype = dtype, optimizer  # ipex.optimize(model, dtype, optimizer)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"optimize: model is a {type(model).__name__}; it must be a torch.nn.Module")
+        raise TypeError(f"optimize: model is {with_article(type(model).__name__)}; it must be a torch.nn.Module")
     _explain(ipex)
     if level not in ("O0", "O1"):
         raise ValueError(f"optimize: level is {level!r}; it must be 'O0' (everything off) or 'O1'")

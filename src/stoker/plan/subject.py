@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stoker.english import with_article
 from stoker.errors import UserError
 
 __all__ = ["BUILT_IN", "Subject"]
@@ -39,7 +40,7 @@ class Subject:
             return kinds[self.task].from_config(config).train()
         except ValueError:
             raise UserError(
-                f"--model {self.model!r}: transformers has no {self.task} head for a {config.model_type}"
+                f"--model {self.model!r}: transformers has no {self.task} head for {with_article(config.model_type)}"
             ) from None
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stoker.english import with_article
 from stoker.errors import UserError
 from stoker.tasks.faults import Faults
 from stoker.tasks.memory import available
@@ -114,7 +115,7 @@ def _listed_rows(path: Path, rows: list[Any], faults: Faults) -> Iterator[Row]:
         if isinstance(values, dict):
             yield Row(values, where)
         else:
-            faults.add(where, f"is a {type(values).__name__}, not a row of named columns")
+            faults.add(where, f"is {with_article(type(values).__name__)}, not a row of named columns")
 
 
 def _line_rows(path: Path, faults: Faults) -> Iterator[Row]:
@@ -136,7 +137,7 @@ def _line_rows(path: Path, faults: Faults) -> Iterator[Row]:
         if isinstance(values, dict):
             yield Row(values, where)
         else:
-            faults.add(where, f"is a {type(values).__name__}, not an object")
+            faults.add(where, f"is {with_article(type(values).__name__)}, not an object")
 
 
 def _delimited_rows(path: Path, delimiter: str, faults: Faults) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stoker.english import with_article
 from stoker.errors import UserError
 from stoker.tasks.faults import Faults
 from stoker.tasks.files import Row, is_unicode, read_rows
@@ -182,7 +183,11 @@ def collect(
 def _bad_text(names: Sequence[str], values: Sequence[Any]) -> str | None:
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, str):
-            return f"its {name} is missing" if value is None else f"its {name} is a {type(value).__name__}, not text"
+            return (
+                f"its {name} is missing"
+                if value is None
+                else f"its {name} is {with_article(type(value).__name__)}, not text"
+            )
         if not value.strip():
             return f"its {name} is empty"
         if not is_unicode(value):
@@ -194,7 +199,7 @@ def _label(value: Any, regression: bool) -> tuple[str | float | None, str | None
     if value is None or value == "":
         return None, "it has no label"
     if not isinstance(value, str | int | float):
-        return None, f"its label is a {type(value).__name__}, not a word or a number"
+        return None, f"its label is {with_article(type(value).__name__)}, not a word or a number"
     if not regression:
         return (str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)), None
     try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stoker.english import with_article
 from stoker.errors import UserError
 from stoker.tasks.faults import Faults
 from stoker.tasks.files import Row, is_unicode, kind_of, read_json, read_rows
@@ -87,7 +88,7 @@ def _nested(path: Path, data: list[Any], faults: Faults) -> Iterator[Row]:
             for q, entry in enumerate(paragraph["qas"], 1):
                 where = f"{inner}, question {q}"
                 if not isinstance(entry, dict):
-                    faults.add(where, f"is a {type(entry).__name__}, not an object")
+                    faults.add(where, f"is {with_article(type(entry).__name__)}, not an object")
                     continue
                 yield Row({**entry, "context": context}, where)
 
@@ -98,7 +99,7 @@ def question_of(values: dict[str, Any], default_id: str, *, training: bool, labe
         if name not in values:
             raise Unusable(f"has no column {name!r}; its columns are {', '.join(map(str, values)) or 'none'}")
         if not isinstance(values[name], str):
-            raise Unusable(f"its {name} is a {type(values[name]).__name__}, not text")
+            raise Unusable(f"its {name} is {with_article(type(values[name]).__name__)}, not text")
         if not values[name].strip():
             raise Unusable(f"its {name} is empty")
         if not is_unicode(values[name]):
