@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from stoker.errors import UserError
-from stoker.launch.binding import ranges
+from stoker.launch.binding import choose, ranges
 from stoker.launch.placement import Placement, parse_nodes, place
+from stoker.launch.settings import Settings
 from stoker.machine import Machine
 
 Recorded = Callable[[str], Machine]
@@ -117,11 +118,35 @@ def test_nodes_and_cores_per_process_are_followed(recorded: Recorded) -> None:
         place(machine, 1, nodes=(9,))
 
 
-def test_a_given_number_of_threads_takes_as_many_cores(recorded: Recorded) -> None:
-    share = place(recorded("ice_lake"), 2, threads=8)[1]
-    assert share.threads == 8
-    assert len(share.cpus) == 8
-    assert share.nodes == (1,)
+def test_fewer_threads_than_cores_may_use_the_whole_share(recorded: Recorded) -> None:
+    """Launches know nothing of each other: pinned to the first cores, two with few threads would share those."""
+    machine = recorded("ice_lake")
+    share = place(machine, 2, threads=8)[1]
+    assert (share.threads, share.cpus, share.nodes) == (8, place(machine, 2)[1].cpus, (1,))
+    for inherited in (1, 3):
+        settings = Settings()
+        found, note = choose(settings, machine, 0, 1, {"OMP_NUM_THREADS": str(inherited)})
+        assert found is not None
+        assert (found.threads, len(found.cpus), note) == (inherited, len(machine.usable_cores), None)
+        found, _ = choose(Settings(threads=inherited), machine, 0, 1, {})
+        assert found is not None
+        assert (found.threads, len(found.cpus)) == (inherited, len(machine.usable_cores))
+
+
+def test_cores_kept_for_communication_are_not_called_threads(recorded: Recorded) -> None:
+    machine = recorded("avx2_vm")
+    with pytest.raises(
+        UserError, match="3 processes of 1 thread and 1 core for communication each need 6 physical cores"
+    ):
+        place(machine, 3, threads=1, workers=1)
+    with pytest.raises(UserError, match="1 process of 1 thread and 4 cores for communication needs 5 physical cores"):
+        place(machine, 1, threads=1, workers=4)
+    with pytest.raises(UserError, match="5 processes of 1 thread need 5 physical cores"):
+        place(machine, 5)
+    assert choose(Settings(workers=1), machine, 0, 1, {"OMP_NUM_THREADS": "4"})[1] == (
+        "OMP_NUM_THREADS=4 is more than each process's share of this machine with 1 core kept for communication; the share is "
+        "used instead"
+    )
 
 
 def test_lists_of_nodes_are_read_and_ranges_written() -> None:

@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Mapping
 
+from stoker.english import counted
 from stoker.errors import UserError
 from stoker.launch.placement import Placement, place
 from stoker.launch.settings import Settings
@@ -69,7 +70,8 @@ def _inherited_threads(
             nodes=settings.nodes,
         )
     except UserError:
-        note = f"OMP_NUM_THREADS={threads} is more than each process's share of this machine; the share is used instead"
+        kept = f" with {counted(settings.workers, 'core')} kept for communication" if settings.workers else ""
+        note = f"OMP_NUM_THREADS={threads} is more than each process's share of this machine{kept}; the share is used instead"
         return None, note
     return threads, None
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stoker.english import counted
 from stoker.errors import UserError
 from stoker.machine import Core, Machine
 from stoker.numbers import whole_number
@@ -54,9 +55,9 @@ def place(
         raise UserError(f"number of processes per machine is {processes}; it must be at least 1")
     cores = _candidates(machine, efficiency, nodes)
     budget = _budget(machine, cores, logical)
-    wanted = (cores_per_process or max(threads or 1, 1)) + workers
     if not oversubscribe:
-        _refuse_oversubscription(machine, cores, processes, wanted, budget, logical)
+        computing = cores_per_process or max(threads or 1, 1)
+        _refuse_oversubscription(machine, cores, processes, computing, workers, budget, logical)
     shares = _shares(cores, processes, cores_per_process, workers)
     allowed = max(budget // processes - workers, 1)  # of a quota that is smaller than the cores
     return tuple(
@@ -99,19 +100,22 @@ def _budget(machine: Machine, cores: list[Core], logical: bool) -> int:
 
 
 def _refuse_oversubscription(
-    machine: Machine, cores: list[Core], processes: int, wanted: int, budget: int, logical: bool
+    machine: Machine, cores: list[Core], processes: int, computing: int, workers: int, budget: int, logical: bool
 ) -> None:
+    wanted = computing + workers
     if processes * wanted <= budget:
         return
     kind = "logical CPUs" if logical else "physical cores"
     quota = f", of which the container's quota allows {machine.quota:g}" if machine.quota is not None else ""
     places = sum(len(core.cpus) for core in cores) if logical else len(cores)
     fitting = budget // wanted
-    fewer = f"at most {fitting} process{'es' * (fitting > 1)}, fewer threads" if fitting else "fewer threads"
+    fewer = f"at most {counted(fitting, 'process')}, fewer threads" if fitting else "fewer threads"
+    kept = f" and {counted(workers, 'core')} for communication" if workers else ""
+    each = " each" if workers and processes > 1 else ""
     raise UserError(
-        f"{processes} process{'es' * (processes > 1)} of {wanted} thread{'s' * (wanted > 1)} "
+        f"{counted(processes, 'process')} of {counted(computing, 'thread')}{kept}{each} "
         f"need{'s' * (processes == 1)} {processes * wanted} {kind}; this machine has {places} for them{quota}. "
-        f"Ask for {fewer}, or allow sharing with --oversubscribe"
+        f"Ask for {fewer}{' or cores for communication' if workers else ''}, or allow sharing with --oversubscribe"
     )
 
 
@@ -179,9 +183,8 @@ def _placement(
     computing, kept = (share[:-workers], share[-workers:]) if 0 < workers < len(share) else (share, [])
     places = computing if logical else [dataclasses.replace(core, cpus=core.cpus[:1]) for core in computing]
     cpus = [cpu for core in places for cpu in core.cpus]
+    # Fewer threads than cores stay free to move among them: pinned to the first ones, two launches would share those.
     count = threads or min(len(cpus), allowed)
-    if count < len(cpus) and machine.quota is None and threads:
-        cpus = cpus[:count]
     several_nodes = len([node for node in machine.nodes if node.memory != 0]) > 1
     nodes = tuple(sorted({core.node for core in computing})) if several_nodes else ()
     return Placement(
