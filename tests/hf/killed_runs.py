@@ -1,8 +1,9 @@
 """Runs trainings that are killed and resumed, each in a fork of this process: `python killed_runs.py FOLDER < scenarios`.
 
-A scenario is a list of kills, one JSON list per line: "step:N" (SIGKILL during step N), "write:N" (SIGKILL before the N-th
-write, fsync or rename of a checkpoint) or "SIGTERM:N" and "SIGINT:N" (in step N). After the last kill the run is resumed
-until it ends. Prints one JSON object per scenario: how each process ended, and a hash of the final weights.
+A scenario has a list of kills, one JSON object per line: "step:N" (SIGKILL during step N), "write:N" (SIGKILL before the
+N-th write, fsync or rename of a checkpoint), "manifest:N" (SIGKILL with the N-th manifest half written) or "SIGTERM:N" and
+"SIGINT:N" (in step N). After the last kill the run is resumed until it ends. Prints one JSON object per scenario: how each
+process ended, which checkpoint each began from, a hash of the final weights, and what is left in the folder.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tiny  # noqa: E402
 
 import stoker.hf.trainer  # noqa: E402, F401  imported here, once, not in every fork
 from stoker.hf import checkpoints  # noqa: E402
+from stoker.hf.checkpointing import manifest  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
     "save_total_limit": 2,
@@ -45,9 +47,10 @@ def main() -> None:
         folder.mkdir()
         ends = [_fork(folder, kill, scenario.get("settings", {})) for kill in [*scenario["kills"], None]]
         final = folder / "final.txt"
-        print(
-            "RESULT", json.dumps({"ends": ends, "weights": final.read_text() if final.exists() else None}), flush=True
-        )
+        begun = (folder / "begun.txt").read_text().split()
+        left = sorted(path.name for path in folder.rglob(".*"))
+        weights = final.read_text() if final.exists() else None
+        print("RESULT", json.dumps({"ends": ends, "begun": begun, "weights": weights, "left": left}), flush=True)
 
 
 def _fork(folder: Path, kill: str | None, settings: dict[str, Any]) -> int:
@@ -80,9 +83,13 @@ def _train(folder: Path, kill: str | None, settings: dict[str, Any]) -> None:
         kind, _, at = kill.partition(":")
         if kind == "write":
             _kill_before_write(int(at))
+        elif kind == "manifest":
+            _kill_in_manifest(int(at))
         else:
             _signal_in_step(trainer, int(at), signal.SIGKILL if kind == "step" else signal.Signals[kind])
     last = checkpoints.last_good(folder)
+    with open(folder / "begun.txt", "a") as begun:
+        print(last.name if last else "start", file=begun)
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     digest = hashlib.sha256()
     for name, value in sorted(trainer.model.state_dict().items()):
@@ -116,8 +123,23 @@ def _kill_before_write(count: int) -> None:
         return call
 
     torch.save = counted(torch.save)
-    for name in ("fsync", "rename", "unlink", "rmdir", "mkdir"):
+    for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
         setattr(os, name, counted(getattr(os, name)))
+
+
+def _kill_in_manifest(count: int) -> None:
+    """Dies when the count-th manifest of the process is half on the disk, and not yet in its place."""
+    original, left = os.replace, [count]
+
+    def replace(source: Any, target: Any) -> None:
+        if Path(target).name == manifest.NAME:
+            left[0] -= 1
+            if left[0] < 0:
+                os.truncate(source, os.path.getsize(source) // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+        original(source, target)
+
+    os.replace = replace
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from pathlib import Path
 
 from stoker.hf.restart import checkpoint_to_go_on_from
@@ -13,8 +14,10 @@ from stoker.report.log import NAME
 def checkpoint(folder: Path, step: int, time: float) -> Path:
     path = folder / f"checkpoint-{step}"
     path.mkdir()
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
-        (path / name).touch()
+    (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        with zipfile.ZipFile(path / name, "w") as archive:
+            archive.writestr("data", b"0")
     (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     os.utime(path / "trainer_state.json", (time, time))
     return path
@@ -27,3 +30,5 @@ def test_an_older_runs_checkpoint_with_more_steps_does_not_hide_this_runs(tree_p
     checkpoint(tree_path, 50, time=5010.0)
     mine = checkpoint(tree_path, 100, time=5020.0)
     assert checkpoint_to_go_on_from(tree_path) == mine
+    (mine / "optimizer.pt").write_bytes(b"")
+    assert checkpoint_to_go_on_from(tree_path) == tree_path / "checkpoint-50"

@@ -297,7 +297,10 @@ def test_a_broken_checkpoint_is_passed_over_for_the_last_good_one(
     (tree_path / "checkpoint-4" / "trainer_state.json").write_text("{")
     with caplog.at_level("WARNING", logger="stoker"):
         assert checkpoints.last_good(tree_path) == tree_path / "checkpoint-2"
-    assert "checkpoint-4 cannot be resumed from: its trainer_state.json cannot be read" in caplog.text
+    assert (
+        "checkpoint-4 is skipped because it cannot be resumed from: its trainer_state.json cannot be read"
+        in caplog.text
+    )
     with pytest.raises(UserError, match="cannot be resumed from"):
         tiny.trainer(tree_path, max_steps=4).train(resume_from_checkpoint=str(tree_path / "checkpoint-4"))
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from hf.test_damaged_checkpoints import flip
+from stoker.hf.checkpointing import manifest
 
 HERE = Path(__file__).parent
 
@@ -53,4 +58,13 @@ def test_a_signal_to_one_rank_stops_both_and_the_run_resumes_exactly(tree_path: 
     assert "To go on, started in 2 processes as before:" in stopped[0][1]
     files = {path.name for path in (tree_path / "cut" / "checkpoint-6").iterdir()}
     assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors"} <= files
+    sealed = json.loads((tree_path / "cut" / "checkpoint-6" / manifest.NAME).read_text())["files"]
+    assert files == {*sealed, manifest.NAME}  # written when the files of all ranks were there
+    shutil.copytree(tree_path / "cut", tree_path / "damaged")
     assert result(launch(tree_path / "cut")) == whole
+    # What only rank 0 notices, all ranks must heed: they go on from the same older checkpoint.
+    flip(tree_path / "damaged" / "checkpoint-6" / "rng_state_1.pth")
+    resumed = launch(tree_path / "damaged")
+    assert result(resumed) == whole
+    assert "checkpoint-6 is skipped because it cannot be resumed from: rng_state_1.pth does not match" in resumed[0][1]
+    assert "is skipped" not in resumed[1][1]

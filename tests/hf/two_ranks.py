@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 def main() -> None:
     folder = Path(sys.argv[1])
     trainer: Any = tiny.trainer(
-        folder, max_steps=9, save_steps=4, save_total_limit=1, tokens_per_batch=48, ddp_timeout=120
+        folder, max_steps=9, save_steps=4, save_total_limit=2, tokens_per_batch=48, ddp_timeout=120
     )
     if len(sys.argv) > 2:
         original = trainer.compute_loss
@@ -32,8 +32,7 @@ def main() -> None:
             return original(*args, **named)
 
         trainer.compute_loss = compute_loss
-    last = checkpoints.last_good(folder)
-    trainer.train(resume_from_checkpoint=str(last) if last else None)
+    trainer.train(resume_from_checkpoint=bool(checkpoints.all_checkpoints(folder)))
     metrics = trainer.evaluate()
     if trainer.is_world_process_zero():
         total = sum(float(p.double().sum()) for p in trainer.model.parameters())

@@ -17,10 +17,12 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from stoker.hf.checkpointing import manifest
 from stoker.whole_files import remove_unfinished
 
 __all__ = [
     "all_checkpoints",
+    "candidates",
     "disk_full_sentence",
     "disk_is_full",
     "last_good",
@@ -28,8 +30,10 @@ __all__ = [
     "put_in_place",
     "remove_all",
     "rotate",
+    "seal_again",
     "staging",
     "tidy",
+    "warn_of_skipped",
     "why_unusable",
 ]
 
@@ -54,16 +58,32 @@ def staging(folder: Path, step: int) -> Path:
 
 
 def publish(written: Path, target: Path) -> None:
-    """Makes the folder `written` durable and puts it at `target`; at no moment is a half-written folder there."""
-    make_durable(written)
+    """Seals the folder `written` by a manifest and puts it at `target`; at no moment is a half-written folder there."""
+    _seal(written)
     aside = target.parent / f".{target.name}{_REPLACED}"
     if target.exists():
         # A folder cannot be renamed over a full one. Killed between the two renames, `tidy` gives the old one back.
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(target, aside)
     os.rename(written, target)
+    manifest.remember(target)
     _sync(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _seal(folder: Path) -> None:
+    # The checksums are ready before a disk has taken the bytes.
+    with manifest.measured_during(folder) as entries:
+        make_durable(folder)
+    manifest.write(folder, entries())
+    _sync(folder)
+
+
+def seal_again(checkpoint: Path) -> None:
+    """Makes the manifest anew if somebody's callback has changed the files of a checkpoint after it was published."""
+    if checkpoint.is_dir() and not manifest.is_current(checkpoint):
+        _seal(checkpoint)
+        manifest.remember(checkpoint)
 
 
 def make_durable(folder: Path) -> None:
@@ -110,6 +130,8 @@ def tidy(folder: Path) -> None:
         return
     shutil.rmtree(folder / ".model.partial", ignore_errors=True)
     remove_unfinished(folder)
+    for checkpoint in all_checkpoints(folder):
+        remove_unfinished(checkpoint)
     for path in list(folder.iterdir()):
         match = _ASIDE.fullmatch(path.name)
         if not match or not path.is_dir():
@@ -134,18 +156,21 @@ def all_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def why_unusable(checkpoint: Path) -> str | None:
-    """What a folder lacks to be resumed from; None if nothing. Ours are whole by construction, others may not be."""
+def why_unusable(checkpoint: Path, *, read: bool = True) -> str | None:
+    """What keeps a folder from being resumed from; None if nothing. Without `read`, sizes are compared, but no contents."""
     if not checkpoint.is_dir():
         return "it is not there"
     try:
         state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        if not isinstance(state.get("global_step"), int):
+        if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
             return "its trainer_state.json names no step"
     except FileNotFoundError:
         return "it has no trainer_state.json"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"its trainer_state.json cannot be read ({error})"
+    damage = manifest.why_damaged(checkpoint, read=read)
+    if damage is not None:
+        return damage
     if not any((checkpoint / name).is_file() for name in _WEIGHTS):
         return "it has no weights"
     if not (checkpoint / "optimizer.pt").is_file() or not (checkpoint / "scheduler.pt").is_file():
@@ -153,16 +178,24 @@ def why_unusable(checkpoint: Path) -> str | None:
     return None
 
 
+def candidates(folder: Path, since: float | None = None) -> list[Path]:
+    """The checkpoints written after `since`, those with most steps first."""
+    found = reversed(all_checkpoints(folder))
+    return [checkpoint for checkpoint in found if since is None or _written(checkpoint) > since]
+
+
 def last_good(folder: Path, since: float | None = None) -> Path | None:
     """The checkpoint with most steps that can be resumed from, of those written after `since`; those that cannot are named."""
-    for checkpoint in reversed(all_checkpoints(folder)):
-        if since is not None and _written(checkpoint) <= since:
-            continue
+    for checkpoint in candidates(folder, since):
         reason = why_unusable(checkpoint)
         if reason is None:
             return checkpoint
-        log.warning("%s cannot be resumed from: %s", checkpoint, reason)
+        warn_of_skipped(checkpoint, reason)
     return None
+
+
+def warn_of_skipped(checkpoint: Path, reason: str) -> None:
+    log.warning("%s is skipped because it cannot be resumed from: %s", checkpoint, reason)
 
 
 def _written(checkpoint: Path) -> float:

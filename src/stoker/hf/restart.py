@@ -7,6 +7,7 @@ Only a checkpoint of the run that was cut off counts. A folder may hold others f
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stoker.hf import checkpoints
+from stoker.hf.checkpointing import choice
 from stoker.report.log import NAME, read_entries
 
-__all__ = ["Start", "checkpoint_to_go_on_from", "steps_that_keep_the_batch"]
+__all__ = ["Start", "checkpoint_to_go_on_from", "run_began", "steps_that_keep_the_batch"]
 
 _MARK = "TORCHELASTIC_RUN_ID"
 """In the environment of ranks, not of their agent."""
@@ -64,10 +65,16 @@ class Start:
 
 
 def checkpoint_to_go_on_from(folder: Path) -> Path | None:
-    """The last good checkpoint that the run in `folder` has written itself."""
+    """The last good checkpoint that the run in `folder` has written itself. A collective where there are several ranks."""
+    began = run_began(folder)
+    return choice.newest_whole(folder, since=math.inf if began is None else began)
+
+
+def run_began(folder: Path) -> float | None:
+    """When the run in `folder` was started for the first time, as its log says; its checkpoints are newer."""
     starts = _starts(folder / NAME)
     # The log keeps milliseconds, the file system may keep less.
-    return checkpoints.last_good(folder, since=float(starts[0]["time"]) - 1.0) if starts else None
+    return float(starts[0]["time"]) - 1.0 if starts else None
 
 
 def steps_that_keep_the_batch(before: Mapping[str, Any], batch: int, processes: int) -> int | None:

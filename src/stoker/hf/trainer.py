@@ -27,6 +27,7 @@ from stoker.errors import UserError, first_line
 from stoker.hf import checkpoints, resume
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.batches import EpochBatches, lengths_of
+from stoker.hf.checkpointing import choice
 from stoker.hf.distributed import Ranks, averages_own_loss
 from stoker.hf.interrupts import Interrupted, Interrupts
 from stoker.hf.meter import Meter
@@ -347,11 +348,9 @@ class Trainer(PublishingTrainer):
     def _checkpoint_to_resume(self, folder: Path, asked: str | bool | None) -> Path | None:
         if not asked:
             return None
-        checkpoint = checkpoints.last_good(folder) if asked is True else Path(asked)
+        checkpoint = choice.newest_whole(folder) if asked is True else choice.named(Path(asked))
         if checkpoint is None:
             raise UserError(f"there is no checkpoint to resume from in {folder}")
-        if reason := checkpoints.why_unusable(checkpoint):
-            raise UserError(f"{checkpoint} cannot be resumed from: {reason}")
         self._say_what_differs(checkpoint)
         return checkpoint
 
@@ -369,8 +368,13 @@ class Trainer(PublishingTrainer):
         self.ranks.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with choice.damage_as_sentence(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
         self.ranks.load(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with choice.damage_as_sentence(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staged) if self._staged is not None else str(super()._get_output_dir(trial))
@@ -423,6 +427,22 @@ class Trainer(PublishingTrainer):
             best_path = self.state.best_model_checkpoint
             keep = [target, *([Path(best_path)] if best_path else [])]
             checkpoints.rotate(target.parent, self.args.save_total_limit, keep)
+
+    def seal_again(self) -> None:
+        """After everybody's on_save: some callbacks add to the checkpoint, or write its adapters anew."""
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(self._asked[0]))
+            checkpoints.seal_again(folder / f"checkpoint-{self.state.global_step}")
+
+    def _load_best_model(self, *args: Any, **named: Any) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        if reason := choice.damaged_weights(best):
+            if self.is_world_process_zero():
+                log.warning(
+                    "the best model cannot be loaded: in %s, %s; the weights of the last step are kept", best, reason
+                )
+            return
+        super()._load_best_model(*args, **named)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._staged is not None:

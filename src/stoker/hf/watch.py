@@ -76,6 +76,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         if meet:
             self._held = set()
 
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.trainer.seal_again()
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
         self.trainer.recorder.logged(logs or {})
 

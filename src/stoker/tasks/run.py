@@ -15,6 +15,7 @@ from rich.console import Console
 
 from stoker.errors import UserError
 from stoker.hf import checkpoints
+from stoker.hf.checkpointing import choice
 from stoker.hf.restart import Start
 from stoker.hf.secrets import without_secrets
 from stoker.hf.trainer import Trainer
@@ -129,7 +130,7 @@ def resume_point(job: Job, trainer: Trainer) -> Path | None:
         trainer.in_turn(lambda: checkpoints.remove_all(folder))
         return None
     trainer.in_turn(lambda: checkpoints.tidy(folder))
-    found = checkpoints.last_good(folder)
+    found = choice.newest_whole(folder)
     if found is None and asked:
         raise UserError(f"there is no checkpoint to resume from in {folder}")
     if found is not None and not asked:
