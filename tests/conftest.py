@@ -6,6 +6,7 @@ STOKER_REQUIRE=root,netns,... turns those skips into failures: .ci/run sets it f
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import shutil
 import subprocess
@@ -136,3 +137,18 @@ def recorded(recorded_root: Callable[[str], Path]) -> Callable[[str], Machine]:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests neither read nor write what is kept in the home of the person who runs them."""
     os.environ.setdefault("STOKER_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_trace() -> Iterator[None]:
+    """What a command that runs in this process sets for its whole process, a test must not leave to its neighbours."""
+    environment = dict(os.environ)
+    loggers = [logging.getLogger(name) for name in (None, "stoker", "transformers", "accelerate", "torch.distributed")]
+    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
+    yield
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        logger.level, logger.propagate, logger.handlers[:] = level, propagate, handlers
+        logger.manager._clear_cache()  # type: ignore[attr-defined]
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
