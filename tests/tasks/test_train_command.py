@@ -178,7 +178,7 @@ MISTAKES = {
     "qa --do_train --output_dir o": "--model_name_or_path",
     "sing": "unknown task 'sing'",
     "classify --model_name_or_path m --task_name mprc --do_train --output_dir o": "is no GLUE task",
-    "qa --model_name_or_path m --train_file x.json --do_train --output_dir o --learning_rate fast": "invalid float value",
+    "qa --model_name_or_path m --train_file x.json --do_train --output_dir o --learning_rate fast": "'fast' is not a number",
     "qa @ --max_train_samples 0": "--max_train_samples is 0; it must be 1 or more",
     "qa @ --doc_stride -5": "--doc_stride is -5; it must be 0 or more",
     "qa @ --per_device_train_batch_size 0": "--per_device_train_batch_size is 0",
@@ -198,7 +198,7 @@ MISTAKES = {
     "qa @ --report_to nope": "--report_to nope: nope is not supported",
     "qa @ --deepspeed x.json": "deepspeed",
     "qa @ --output_dir /proc/none": "--output_dir /proc/none cannot be made",
-    "qa options.json": "the file of options options.json cannot be read",
+    "qa options.json": "the file of options options.json does not exist",
 }
 
 
