@@ -53,3 +53,16 @@ def test_what_a_kill_leaves_is_removed_by_the_next_run_in_the_folder(name: str, 
     assert f".{name}.partial" in os.listdir(tmp_path)
     tidy(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted([name, ".user.partial", "notes.json.partial"])
+
+
+def test_a_device_or_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "text")
+        assert os.read(reader, 100) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]

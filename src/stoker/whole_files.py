@@ -13,7 +13,10 @@ _UNFINISHED = re.compile(r"\.(.+\.(html|json|md|txt))\.partial")
 
 
 def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
-    """A kill or a full disk leaves the file that was there before."""
+    """A kill or a full disk leaves the file that was there before. A device or a pipe is written to, not replaced."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8", errors=errors)
+        return
     beside = path.with_name(f".{path.name}.partial")
     try:
         beside.write_text(text, encoding="utf-8", errors=errors)

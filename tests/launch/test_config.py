@@ -293,6 +293,8 @@ def test_a_place_that_cannot_be_written_is_one_sentence_and_nothing_is_left_ther
 def test_a_wrong_answer_in_a_pipe_is_one_sentence(recorded: Recorded) -> None:
     with pytest.raises(UserError, match="answer with one of NO, MULTI_CPU"):
         ask_all({}, recorded("genoa"), io.StringIO("\nGPU\n"), io.StringIO())
+    with pytest.raises(UserError, match="not UTF-8"):
+        ask_all({}, recorded("genoa"), io.TextIOWrapper(io.BytesIO(b"\n\xff\n"), encoding="utf-8"), io.StringIO())
 
 
 def test_the_mark_moves_by_arrows_and_digits_and_goes_round() -> None:

@@ -154,3 +154,6 @@ def test_lists_of_nodes_are_read_and_ranges_written() -> None:
     assert ranges((0, 1, 2, 5)) == "0-2,5"
     with pytest.raises(UserError, match="neither a number nor a range"):
         parse_nodes("a-b")
+    for nothing in ("", " ", ",", "\t"):
+        with pytest.raises(UserError, match="names no NUMA node"):
+            parse_nodes(nothing)

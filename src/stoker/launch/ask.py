@@ -48,7 +48,12 @@ def _type(question: Question, default: Any, source: TextIO, screen: TextIO) -> A
     while True:
         screen.write(f"{question.text}{options} [{shown}]: ")
         screen.flush()
-        line = source.readline()
+        try:
+            line = source.readline()
+        except UnicodeDecodeError:
+            raise UserError(
+                f"{question.text} The answer is not UTF-8 text; answer in plain letters and digits"
+            ) from None
         if not source.isatty():
             screen.write(f"{line.strip()}\n")
         try:

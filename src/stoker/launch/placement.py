@@ -76,6 +76,8 @@ def parse_nodes(text: str) -> tuple[int, ...]:
         if end > _LAST_NODE:
             raise UserError(f"--nodes-list {text!r}: no machine has more than {_LAST_NODE + 1:,} NUMA nodes")
         found += range(begin, end + 1)
+    if not found:
+        raise UserError(f"--nodes-list {text!r} names no NUMA node; write numbers and ranges, such as 0,2-3")
     return tuple(dict.fromkeys(found))
 
 
