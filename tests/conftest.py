@@ -87,6 +87,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_report_header() -> str:
+    from attack.case import seed_of_today
+
+    return f"attack: seed {seed_of_today()} ($STOKER_ATTACK_SEED, or the date)"
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The directory with the real SQuAD and MRPC; for tests marked `data`."""

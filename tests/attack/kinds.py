@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from attack import command_lines, data_files, environments, hostfiles, yaml_files
+from attack import command_lines, data_files, environments, hostfiles, run_logs, yaml_files
 from attack.case import Case
 
 __all__ = ["KINDS", "Kind", "stand_in"]
@@ -24,11 +24,14 @@ KINDS: dict[str, Kind] = {
     "config": Kind(lambda r, base: yaml_files.config_file(r), 14),
     "answers": Kind(lambda r, base: yaml_files.answers(r), 6),
     "hostfile": Kind(lambda r, base: hostfiles.hostfile(r), 10),
-    "command": Kind(command_lines.any_command, 14),
-    "launch": Kind(command_lines.launch, 12),
-    "variables": Kind(command_lines.rank_variables, 8),
+    "command": Kind(command_lines.any_command, 12),
+    "launch": Kind(command_lines.launch, 10),
+    "variables": Kind(command_lines.rank_variables, 6),
     "train": Kind(command_lines.train, 12),
     "data": Kind(data_files.data_file, 14),
+    "runlog": Kind(
+        lambda r, base: Case(["report", "."], {"run.jsonl": run_logs.random_log(r)}, writes=("report.html",)), 6
+    ),
     "environment": Kind(environments.odd_environment, 10),
 }
 

@@ -157,7 +157,7 @@ def not_a_file() -> dict[str, Callable[[Path], None]]:
     }
 
 
-def _random_log(draw: random.Random) -> bytes:
+def random_log(draw: random.Random) -> bytes:
     """Lines in disorder with odd fields, then bytes that were flipped, removed or repeated."""
     lines = [json.loads(json.dumps(draw.choice(GOOD))) for _ in range(draw.randint(1, 20))]
     for _ in range(draw.randint(1, 6)):
@@ -175,7 +175,7 @@ def variants(seed: int, into: Path, *, more: int = 60) -> Iterator[tuple[str, Pa
     """(what is odd, a run folder under `into`) for about 2,000 logs, `more` of them drawn by `seed`."""
     draw = random.Random(seed)
     logs: list[tuple[str, Any]] = [*_one_field_each(), *_broken_files().items(), *not_a_file().items()]
-    logs += [(f"random faults {number} of seed {seed}", _random_log(draw)) for number in range(more)]
+    logs += [(f"random faults {number} of seed {seed}", random_log(draw)) for number in range(more)]
     for number, (name, content) in enumerate(logs):
         folder = into / f"run-{number}"
         folder.mkdir(parents=True)

@@ -45,6 +45,7 @@ def main() -> None:
     fork(_make_base, seconds=300)
     from attack import kills
     from attack.kinds import KINDS
+    from attack.planted import planted
 
     told = {"isolated": ISOLATED, "seconds": round(time.monotonic() - begin, 1)}
     print("READY", json.dumps(told), flush=True)
@@ -53,8 +54,11 @@ def main() -> None:
         if request["kind"] == "kill":
             print("RESULT", json.dumps({**request, **kills.attack(request, fork, WORK)}), flush=True)
             continue
-        r = chance_of(request["seed"], request["kind"], request["number"])
-        case = KINDS[request["kind"]].make(r, WORK / "base")
+        if request["kind"] == "planted":
+            case = planted(request["number"])
+        else:
+            r = chance_of(request["seed"], request["kind"], request["number"])
+            case = KINDS[request["kind"]].make(r, WORK / "base")
         outcome = run(case)
         if outcome.code is None and not request.get("once"):
             outcome = run(case, 3 * SECONDS)  # on a machine that was busy with something else it ends now

@@ -1,0 +1,56 @@
+"""Bad input is refused in a sentence, kills lose nothing, odd surroundings break nothing: drawn anew each day.
+
+The seed is the date, or $STOKER_ATTACK_SEED. A failure prints the command that runs its case again.
+`make attack` draws thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from attack.case import seed_of_today
+from attack.kinds import KINDS
+from attack.planted import PLANTED
+from attack.run import Server, describe
+
+SHORT = {"config": 24, "answers": 8, "hostfile": 16, "command": 16, "launch": 16, "variables": 10, "train": 12, "data": 14,
+         "environment": 30, "runlog": 12}  # fmt: skip
+KILLED_RUNS = 4
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    started = Server()
+    yield started
+    started.close()
+
+
+def run(server: Server, kind: str, count: int) -> None:
+    seed = seed_of_today()
+    print(f"seed {seed}")
+    answers = [server.ask({"seed": seed, "kind": kind, "number": number}) for number in range(count)]
+    bad = [describe(answer) for answer in answers if answer["failures"]]
+    assert not bad, f"{len(bad)} of {count} cases failed with seed {seed}:\n" + "\n".join(bad)
+
+
+def test_the_attack_notices_everything_that_counts_as_a_failure(server: Server) -> None:
+    for number, expected in enumerate(PLANTED):
+        if expected.startswith("leftover: /dev/shm") and not server.ready["isolated"]:
+            continue  # it shares /dev/shm with the rest of the machine
+        answer = server.ask({"seed": 0, "kind": "planted", "number": number})
+        assert any(failure.startswith(expected) for failure in answer["failures"]), (expected, answer)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "environment"])
+def test_bad_input_gets_a_short_message_and_leaves_nothing_behind(server: Server, kind: str) -> None:
+    run(server, kind, SHORT.get(kind, 10))
+
+
+def test_odd_environments_cause_no_traceback(server: Server) -> None:
+    run(server, "environment", SHORT["environment"])
+
+
+def test_runs_killed_at_drawn_moments_lose_no_checkpoint_and_end_with_the_same_model(server: Server) -> None:
+    run(server, "kill", KILLED_RUNS)
