@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -40,12 +41,13 @@ def _base(model: Any) -> Any:
 
 
 class _Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+    def __init__(self, inner: nn.Module, reentrant: bool, **options: Any) -> None:
         super().__init__()
-        self.inner, self.reentrant = inner, reentrant
+        self.inner, self.reentrant, self.options = inner, reentrant, options
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(lambda *again: self.inner(*again, **kwargs), *args, use_reentrant=self.reentrant)
+        run = lambda *again: self.inner(*again, **kwargs)  # noqa: E731
+        return checkpoint(run, *args, use_reentrant=self.reentrant, **self.options)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -111,6 +113,22 @@ def test_torchs_own_wrapper_of_layers_gives_stocks_gradients() -> None:
         expected(**full.kwargs).loss.backward()
         found = {name.replace("._checkpoint_wrapped_module", ""): p for name, p in tiny.gradients(wrapped).items()}
         tiny.assert_same_gradients(found, tiny.gradients(expected), 1e-3)
+
+
+def test_selective_checkpoints_around_layers_compute_the_same_sequences_again() -> None:
+    selective = pytest.importorskip("torch.utils.checkpoint").create_selective_checkpoint_contexts
+    stock = tiny.model("MPNet", HEAD)
+    model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
+    # its contexts are dispatch modes, inside which whole models run as stock does: layers must not
+    contexts = functools.partial(selective, [torch.ops.aten.mm.default])
+    encoder, full = _base(model).encoder, tiny.batch("MPNet", HEAD)
+    for index, layer in enumerate(encoder.layer):
+        encoder.layer[index] = _Checkpointed(layer, False, context_fn=contexts)
+    model(**full.kwargs).loss.backward()
+    stock(**full.kwargs).loss.backward()
+    found = {name.replace(".inner", ""): gradient for name, gradient in tiny.gradients(model).items()}
+    tiny.assert_same_gradients(found, tiny.gradients(stock), 1e-3)
+    assert _reasons(model) == ""
 
 
 # --- hooks outside of layers

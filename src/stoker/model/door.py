@@ -19,7 +19,7 @@ from stoker.english import with_article
 from stoker.model import precision
 from stoker.model.families import Family, find, transformers_major
 from stoker.model.sequences import Sequences, count, read_mask, serving
-from stoker.model.swap import Optimized, child, named, plain, stock_class, transformed, unhooked
+from stoker.model.swap import Optimized, child, named, plain, stock_class, stock_wanted, unhooked
 
 __all__ = ["Door", "always_stock", "stock_calls"]
 
@@ -63,11 +63,12 @@ class Door(Optimized):
             return reason
         tokens = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
         mask = call.get("attention_mask")
+        for name, x in (("batch", tokens), ("attention mask", mask)):
+            if type(x) not in (Tensor, nn.Parameter, type(None)):  # FakeTensor, DTensor, ...: nothing to look into
+                return f"the {name} is {with_article(type(x).__name__)}"
         batch, length = tokens.shape[:2]
         if not tokens.numel():
             return "the batch is empty"
-        if mask is not None and not isinstance(mask, Tensor):
-            return f"the attention mask is {with_article(type(mask).__name__)}"
         if mask is not None and tuple(mask.shape) != (batch, length):
             return f"the attention mask, of {mask.dim()} dimensions, is not (batch, length)"
         parameter = next(self.parameters(), None)
@@ -145,7 +146,7 @@ def _why_stock(model: Any, row: Family, call: dict[str, Any]) -> str | None:
         return f"attention is computed by {config._attn_implementation!r}, which is not transformers' own"
     if ("input_ids" in call) == ("inputs_embeds" in call):
         return "not exactly one of input_ids and inputs_embeds is given"  # stock raises the error
-    if transformed():
+    if stock_wanted():
         return "the model is being traced, exported or transformed"
     return _altered(model, row)
 

@@ -21,7 +21,7 @@ from stoker.kernels.loss import linear_cross_entropy
 from stoker.model.families import Family, MaskedLM
 from stoker.model.leaves import activation_kind
 from stoker.model.sequences import watched, watching
-from stoker.model.swap import Optimized, child, named, plain, transformed, unhooked
+from stoker.model.swap import Optimized, child, named, plain, stock_wanted, unhooked
 
 __all__ = ["MaskedLMModel", "QuestionAnsweringModel", "SpanLogits"]
 
@@ -100,7 +100,7 @@ class MaskedLMModel(Optimized):
             return None
         if not call.get("return_dict", getattr(self.config, "return_dict", True)):
             return None
-        if transformed() or not _is_plain(self, row.masked_lm):
+        if stock_wanted() or not _is_plain(self, row.masked_lm):
             return None
         labelled = (call["labels"].reshape(-1) != IGNORED).nonzero().squeeze(1)
         return labelled if labelled.numel() else None

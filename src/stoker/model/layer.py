@@ -20,7 +20,7 @@ from stoker.kernels.norm import dropout_add_layer_norm, layer_norm
 from stoker.model.families import Family, transformers_major
 from stoker.model.leaves import activation_kind
 from stoker.model.sequences import Sequences, current, recomputed, remember
-from stoker.model.swap import Optimized, child, named, plain, transformed
+from stoker.model.swap import Optimized, child, named, plain, stock_wanted
 
 __all__ = ["FusedEmbeddings", "FusedLayer", "RelativeBias"]
 
@@ -239,7 +239,7 @@ class FusedEmbeddings(Optimized):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = named(self, args, kwargs)
-        if torch.compiler.is_compiling() or transformed() or not self._fusable(call):
+        if stock_wanted() or not self._fusable(call):
             return super().forward(*args, **kwargs)
         row: Family = self.stoker_row
         ids = call["input_ids"]

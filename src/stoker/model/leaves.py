@@ -17,7 +17,7 @@ from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding
 from stoker.kernels.linear import linear
 from stoker.kernels.norm import layer_norm, rms_norm
-from stoker.model.swap import Optimized, Settings, stock_class, swap, transformed
+from stoker.model.swap import Optimized, Settings, stock_class, stock_wanted, swap
 
 __all__ = ["LeafDropout", "activation_kind", "kernel_for", "swap_leaf"]
 
@@ -58,8 +58,7 @@ def _native(x: Any, *parameters: Tensor | None) -> bool:
     return (
         isinstance(x, Tensor)
         and type(x) in (Tensor, nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and not transformed()
+        and not stock_wanted()
         and x.device.type == "cpu"
         and x.dtype in _TYPES
         and all(
@@ -96,7 +95,7 @@ class LeafDropout(Optimized):
     p: float
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.training and self.p > 0.0 and input.numel() >= SMALL_ELEMENTS and _native(input):
+        if self.training and self.p > 0.0 and _native(input) and input.numel() >= SMALL_ELEMENTS:
             return dropout(input, self.p)
         return super().forward(input)  # type: ignore[no-any-return]
 
@@ -111,10 +110,10 @@ class LeafLayerNorm(Optimized):
     def forward(self, input: Tensor) -> Tensor:
         # In fp32 there is nothing to fuse, and torch's own is somewhat quicker (docs/kernels.md).
         if (
-            input.dtype == torch.bfloat16
+            _native(input, self.weight, self.bias)
+            and input.dtype == torch.bfloat16
             and input.numel() >= SMALL_ELEMENTS
             and input.shape[-1] == self.weight.shape[0]
-            and _native(input, self.weight, self.bias)
         ):
             return layer_norm(input, self.weight, self.bias, self.eps)
         return super().forward(input)  # type: ignore[no-any-return]
@@ -127,8 +126,13 @@ class LeafEmbedding(Optimized):
     padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        big = input.numel() * self.weight.shape[1] >= SMALL_ELEMENTS
-        if big and input.dtype in (torch.int32, torch.int64) and input.device.type == "cpu" and _native(self.weight):
+        if (
+            _native(self.weight)
+            and type(input) is Tensor
+            and input.dtype in (torch.int32, torch.int64)
+            and input.device.type == "cpu"
+            and input.numel() * self.weight.shape[1] >= SMALL_ELEMENTS
+        ):
             rows: Tensor = embedding(input, self.weight, self.padding_idx)
             return rows
         return super().forward(input)  # type: ignore[no-any-return]
@@ -142,7 +146,7 @@ class LeafActivation(Optimized):
     stoker_part = "activation"
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.numel() >= SMALL_ELEMENTS and _native(input) and (kind := activation_kind(self)) is not None:
+        if _native(input) and input.numel() >= SMALL_ELEMENTS and (kind := activation_kind(self)) is not None:
             return bias_activation(input, None, kind)
         return super().forward(input)  # type: ignore[no-any-return]
 
@@ -190,9 +194,9 @@ class LeafRMSNorm(Optimized):
             and len(args) == 1
             and not kwargs
             and isinstance(input, Tensor)
+            and _native(input, self.weight)
             and input.numel() >= SMALL_ELEMENTS
             and input.dtype == torch.float32
-            and _native(input, self.weight)
         ):
             return rms_norm(input, self.weight, eps)
         return super().forward(*args, **kwargs)

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from stoker.model.swap import transformed
+from stoker.model.swap import is_exporting
 
 __all__ = [
     "Positions",
@@ -171,7 +171,8 @@ _WATCHED: ContextVar[list[Sequences] | None] = ContextVar("stoker_watched", defa
 
 def current() -> Sequences | None:
     """The sequences of the base model call that is running, None outside of one."""
-    return _SERVING.get()
+    # an exported model is the stock model, and torch.export cannot read context variables
+    return None if is_exporting() else _SERVING.get()
 
 
 _PACKED: WeakValueDictionary[int, Sequences] = WeakValueDictionary()
@@ -191,9 +192,12 @@ def remember(x: Any, sequences: Sequences) -> None:
 def recomputed(x: Any) -> Sequences | None:
     """The sequences of `x` if these are packed rows that are run through again in the midst of a backward pass."""
     # Only there, because a storage's address is given out again when it is freed; a checkpoint's is not freed yet.
-    if not _PACKED or torch._C._current_graph_task_id() == -1 or transformed():
+    if is_exporting() or not _PACKED or torch._C._current_graph_task_id() == -1:
         return None
-    found = _PACKED.get(x.untyped_storage()._cdata)
+    try:
+        found = _PACKED.get(x.untyped_storage()._cdata)
+    except NotImplementedError:  # a tensor of torch.func, which has no storage
+        return None
     return found if found is not None and tuple(x.shape[:2]) == (1, found.tokens) else None
 
 
@@ -220,7 +224,7 @@ def watched() -> Iterator[None]:
 
 
 def watching() -> Sequences | None:
-    seen = _WATCHED.get()
+    seen = None if is_exporting() else _WATCHED.get()
     return seen[0] if seen else None
 
 

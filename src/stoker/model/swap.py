@@ -16,20 +16,25 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
 
 __all__ = [
     "Optimized",
     "Settings",
     "cached",
     "child",
+    "is_exporting",
     "named",
     "plain",
     "restore_module",
     "stock_class",
+    "stock_wanted",
     "swap",
-    "transformed",
     "unhooked",
 ]
+
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+"""torch's own, since 2.7."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -122,15 +127,20 @@ def _swapped_class(override: type[Optimized], stock: type[nn.Module], settings: 
         "stoker_row": row,
     }
     if override.stoker_model:
-        body["forward"] = functools.wraps(stock.forward)(torch.compiler.disable(_forward(override)))
+        body["forward"] = functools.wraps(stock.forward)(_forward(override, stock.forward))
     return type(stock.__name__, (override, stock), body)
 
 
-def _forward(override: type[Optimized]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward(override: type[Optimized], stock: Callable[..., Any]) -> Callable[..., Any]:
+    @torch.compiler.disable
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # accelerate keeps the forward that it finds in the instance, where `restore` does not reach it
-        run = override.forward if isinstance(self, override) else type(self).forward
-        return run(self, *args, **kwargs)
+        forward = override.forward if isinstance(self, override) else type(self).forward
+        return forward(self, *args, **kwargs)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # torch.compile goes around the model, which is faster; torch.export has no way around, and sees the stock model
+        return stock(self, *args, **kwargs) if is_exporting() else run(self, *args, **kwargs)
 
     return forward
 
@@ -172,12 +182,20 @@ def _ordinary(module: nn.Module) -> bool:
     return True
 
 
-def transformed() -> bool:
-    """Whether torch.func, forward-mode derivatives, the tracer or torch.export (by way of torch.func) run this call.
+def stock_wanted() -> bool:
+    """Whether this call is compiled, exported, traced or transformed, so that stock operators must be seen, and not ours.
 
-    They know stock operators, and not how to see through ours.
+    torch.compile and torch.export; torch.jit.trace, torch.fx and make_fx; torch.func and forward-mode derivatives; and
+    whatever else looks at operators one by one (FakeTensorMode, FlopCounterMode, any other TorchDispatchMode).
     """
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch.jit.is_tracing()
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+        or _symbolic_trace._is_fx_tracing_flag
+    )
 
 
 def unhooked(module: nn.Module) -> bool:
