@@ -15,7 +15,7 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLists.txt pyproject.toml
 
-.PHONY: help mpis oldest demo test lint format bench attack sanitize wheel clean install
+.PHONY: help mpis oldest demo test lint format bench attack sanitize emulate wheel clean install
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -52,6 +52,9 @@ attack: install ## bad input, kills and odd environments by the thousand, with c
 
 sanitize: install ## the C++ under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(BIN)/python tests/kernels/sanitize.py
+
+emulate: install ## the AVX-512 build in an emulator, where the CPU has no AVX-512 (Debian, x86-64)
+	@$(BIN)/python tests/kernels/emulate.py
 
 wheel: install ## build the wheel into dist/
 	@$(BIN)/python -m build --wheel -q

@@ -390,23 +390,24 @@ OPS = 8
 SUM, AVG, FIRST_BIT_OP, FIRST_INTEGER = 0, 1, 5, 4
 
 
-def _pairs() -> list[tuple[int, int]]:
-    """Every type with every operation that is defined for it."""
-    floats = [(kind, op) for kind in range(FIRST_INTEGER) for op in range(FIRST_BIT_OP)]
-    return floats + [(kind, op) for kind in range(FIRST_INTEGER, len(REDUCIBLE)) for op in range(OPS) if op != AVG]
+def _series() -> Iterator[tuple[int, list[int], bool]]:
+    """Every type with every operation that is defined for it; whether the operands are whole numbers."""
+    for kind, name in enumerate(REDUCIBLE):
+        ops = list(range(FIRST_BIT_OP)) if kind < FIRST_INTEGER else [op for op in range(OPS) if op != AVG]
+        if name == "float16":
+            # Bochs 2.7 rounds fp32 that lies halfway between two fp16 upwards, not to even; sums of whole numbers never do.
+            yield kind, [SUM, AVG], True
+            ops = [op for op in ops if op not in (SUM, AVG)]
+        yield kind, ops, False
 
 
-def _operand_of(chance: Chance, kind: int, op: int, count: int) -> np.ndarray:
+def _operand_of(chance: Chance, kind: int, whole: bool, count: int) -> np.ndarray:
     name = REDUCIBLE[kind]
-    if name == "float16" and op in (SUM, AVG):
-        # Bochs 2.7 rounds fp32 that lies halfway between two fp16 upwards, not to even; sums of whole numbers never do.
-        return chance.place(chance.whole(count).astype(name))
     if name == "bfloat16":
         return chance.floats(count, dtype=BF16)
-    if name == "float32":
-        return chance.floats(count)
-    if name in ("float64", "float16"):
-        return chance.place(chance.floats(count).astype(name))
+    if name.startswith("float"):
+        values = chance.whole(count) if whole else chance.floats(count)
+        return values if name == "float32" else chance.place(values.astype(name))
     return chance.integers(count, np.bool_ if name == "bool" else name)
 
 
@@ -456,20 +457,24 @@ def _on_every_rank(native: Native, ranks: int, body: Callable[[int, int], None])
 
 def reductions(native: Native, chance: Chance, ranks: int, count: int) -> Results:
     """Every type with every operation; `count` elements fit a slot of 4,096 bytes, or take several."""
-    pairs = _pairs()
-    operands = [[_operand_of(chance, kind, op, count) for kind, op in pairs] for _ in range(ranks)]
+    series = list(_series())
+    operands = [[_operand_of(chance, kind, whole, count) for kind, _, whole in series] for _ in range(ranks)]
+    reduced: list[Results] = [{} for _ in range(ranks)]
 
     def body(rank: int, handle: int) -> None:
-        for (kind, op), data in zip(pairs, operands[rank], strict=True):
-            code = native.call("comm_allreduce", group=handle, data=data, count=count, type=kind, op=op, root=-1)
-            assert code == 0, native.call("comm_error", group=handle)
+        for (kind, ops, _), data in zip(series, operands[rank], strict=True):
+            before = data.copy()
+            for op in ops:
+                data[...] = before
+                code = native.call("comm_allreduce", group=handle, data=data, count=count, type=kind, op=op, root=-1)
+                assert code == 0, native.call("comm_error", group=handle)
+                reduced[rank][f"{REDUCIBLE[kind]} op {op}"] = data.copy()
 
     _on_every_rank(native, ranks, body)
-    names = [f"{REDUCIBLE[kind]} op {op}" for kind, op in pairs]
-    for others in operands[1:]:
-        for name, mine, theirs in zip(names, operands[0], others, strict=True):
-            assert mine.tobytes() == theirs.tobytes(), f"the ranks differ in {name}"
-    return dict(zip(names, operands[0], strict=True))
+    for others in reduced[1:]:
+        for name, values in others.items():
+            assert values.tobytes() == reduced[0][name].tobytes(), f"the ranks differ in {name}"
+    return reduced[0]
 
 
 def exchanges(native: Native, chance: Chance, ranks: int, count: int) -> Results:
@@ -481,10 +486,13 @@ def exchanges(native: Native, chance: Chance, ranks: int, count: int) -> Results
     def bytes_of() -> list[np.ndarray]:
         return [chance.integers(count, np.uint8) for _ in range(ranks)]
 
+    def room(dtype: Any) -> list[np.ndarray]:
+        return [native.empty(count, dtype) for _ in range(ranks)]
+
     floats = [[chance.floats(count) for _ in range(ranks)] for _ in range(ranks)]
     sources, parts = [bytes_of() for _ in range(ranks)], [bytes_of() for _ in range(ranks)]
-    gathered, exchanged, at_root = ([bytes_of() for _ in range(ranks)] for _ in range(3))
-    sums, scattered, shared = [native.empty(count, np.float32) for _ in range(ranks)], bytes_of(), bytes_of()
+    gathered, exchanged, at_root = ([room(np.uint8) for _ in range(ranks)] for _ in range(3))
+    sums, scattered, shared = room(np.float32), room(np.uint8), bytes_of()
     tables = {
         name: [pointers(arrays) for arrays in table]
         for name, table in {
