@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf import tiny
+from stoker.machine import rates
 from stoker.model import precision
 from stoker.model.layer import FusedLayer
 
@@ -19,7 +20,7 @@ from stoker.model.layer import FusedLayer
 def _cpu_with_fast_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the machine on which a choice by speed would always be bf16."""
     monkeypatch.setattr(precision, "torch_has_bf16_units", lambda: True)
-    monkeypatch.setattr(precision, "bf16_gain", lambda: 10.0)
+    monkeypatch.setattr(rates, "bf16_training_gain", lambda: 10.0)
 
 
 @contextmanager

@@ -278,7 +278,8 @@ def test_auto_takes_the_faster_type_and_says_why(
 ) -> None:
     """The CPU is a stand-in: the test runs on machines with bf16 units and without."""
     monkeypatch.setattr(precision, "torch_has_bf16_units", lambda: units)
-    monkeypatch.setattr(precision, "bf16_gain", lambda: gain)
+    monkeypatch.setattr(rates, "bf16_training_gain", lambda: None)
+    monkeypatch.setattr(precision, "bf16_product_gain", lambda: gain)
     dtype, reason = precision.choose("auto")
     assert dtype is expected
     assert "no bf16 units" in reason or "measured" in reason
@@ -291,7 +292,7 @@ def test_without_a_dtype_an_fp32_model_stays_fp32_on_every_cpu(monkeypatch: pyte
     losses = []
     for units in (False, True):
         monkeypatch.setattr(precision, "torch_has_bf16_units", lambda units=units: units)
-        monkeypatch.setattr(precision, "bf16_gain", lambda: 10.0)
+        monkeypatch.setattr(rates, "bf16_training_gain", lambda units=units: 10.0 if units else None)
         model = stoker.optimize(copy.deepcopy(stock))
         assert stoker.report(model).precision.startswith("fp32")
         losses.append(model(**full.kwargs).loss)
@@ -301,7 +302,7 @@ def test_without_a_dtype_an_fp32_model_stays_fp32_on_every_cpu(monkeypatch: pyte
 @pytest.mark.parametrize("units", [False, True])
 def test_auto_computes_in_the_type_it_chose(monkeypatch: pytest.MonkeyPatch, units: bool) -> None:
     monkeypatch.setattr(precision, "torch_has_bf16_units", lambda: units)
-    monkeypatch.setattr(precision, "bf16_gain", lambda: 10.0)
+    monkeypatch.setattr(rates, "bf16_training_gain", lambda: 10.0 if units else None)
     model = stoker.optimize(tiny.model("Bert", "QuestionAnswering"), dtype="auto")
     seen: list[torch.dtype] = []
     _spy_on_layers(model, seen)
@@ -325,15 +326,18 @@ def test_bf16_units_that_onednn_may_not_use_do_not_count(
 
 def test_the_gain_of_bf16_comes_from_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "known", lambda machine: None)
-    monkeypatch.setattr(rates, "bf16_training_gain", lambda: None)
     monkeypatch.setattr(
         precision, "_time_product", lambda matrix: {torch.float32: 4e-2, torch.bfloat16: 1e-2}[matrix.dtype]
     )
-    precision.bf16_gain.cache_clear()
+    precision.bf16_product_gain.cache_clear()
     try:
-        assert precision.bf16_gain() == pytest.approx(4.0)
-        precision.bf16_gain.cache_clear()
-        monkeypatch.setattr(rates, "bf16_training_gain", lambda: 2.5)  # a measured step counts for more than products
-        assert precision.bf16_gain() == 2.5
+        assert precision.bf16_product_gain() == pytest.approx(4.0)
     finally:
-        precision.bf16_gain.cache_clear()
+        precision.bf16_product_gain.cache_clear()
+
+
+def test_auto_trusts_a_measured_training_step_more_than_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "torch_has_bf16_units", lambda: True)
+    monkeypatch.setattr(precision, "bf16_product_gain", lambda: 10.0)
+    monkeypatch.setattr(rates, "bf16_training_gain", lambda: 1.01)
+    assert precision.choose("auto")[0] is None

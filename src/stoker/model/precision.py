@@ -12,13 +12,13 @@ from typing import Literal
 import torch
 
 from stoker.kernels.products import torch_has_bf16_units
+from stoker.machine import rates
+from stoker.machine.facts import this_machine
 
-__all__ = ["Asked", "activations", "bf16_gain", "choose"]
+__all__ = ["Asked", "activations", "bf16_product_gain", "choose"]
 
 Asked = torch.dtype | Literal["auto"] | None
 """What `optimize(dtype=...)` takes."""
-
-_WORTHWHILE = 1.15  # below this, fp32's three more digits are worth more
 
 
 def choose(dtype: Asked) -> tuple[torch.dtype | None, str]:
@@ -41,23 +41,21 @@ def choose(dtype: Asked) -> tuple[torch.dtype | None, str]:
 
 
 def _faster() -> tuple[torch.dtype | None, str]:
-    if not torch_has_bf16_units():
-        return None, "fp32, chosen by dtype='auto': this CPU has no bf16 units"
-    gain = bf16_gain()
-    if gain < _WORTHWHILE:
+    gain = rates.bf16_training_gain()
+    if gain is None:
+        if not torch_has_bf16_units():
+            return None, "fp32, chosen by dtype='auto': this CPU has no bf16 units"
+        gain = bf16_product_gain()
+    if gain < rates.WORTHWHILE_GAIN:
         return None, f"fp32, chosen by dtype='auto': bf16 measured only {gain:.2f} times as fast"
     return torch.bfloat16, f"bf16 activations, chosen by dtype='auto': measured {gain:.1f} times as fast as fp32"
 
 
 @functools.cache
-def bf16_gain() -> float:
-    """How many times as fast bf16 trains as fp32: by the step that `stoker doctor` measured, else by products."""
-    from stoker.machine import rates
-    from stoker.machine.facts import this_machine
-
-    if (gain := rates.bf16_training_gain()) is not None:
-        return gain
-    if (known := rates.known(this_machine())) is not None:
+def bf16_product_gain() -> float:
+    """How many times as fast products are in bf16 as in fp32: what `stoker doctor` measured, else a fifth of a second now."""
+    known = rates.known(this_machine())
+    if known is not None:
         return known.bf16_all / known.fp32_all
     best = {}
     for dtype in (torch.float32, torch.bfloat16):
