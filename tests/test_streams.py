@@ -98,6 +98,7 @@ def test_text_begins_on_a_line_of_its_own_after_a_progress_bar() -> None:
         [b"no line end, ", b"but no bar either\n"],
         [b"windows\r\n", b"text\r\n"],
         [b"\x1b[?25l\r\x1b[2K", b"text\n"],
+        [b"\r 10%", b"", b"\r      \r", b"", b"text\n", b"\r 10%"],  # tqdm.write
     ],
 )
 def test_everything_else_stays_as_it_is(pieces: list[bytes]) -> None:

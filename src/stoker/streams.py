@@ -43,6 +43,8 @@ class ProgressLine:
 
     def before(self, data: bytes) -> bytes:
         """What to write before `data`: a line end, if `data` would continue the line of a progress bar."""
+        if not data:
+            return b""
         # Bars start with a carriage return, or move the cursor first.
         end = b"\n" if self._drawn[0] and not data.startswith((b"\r", b"\n", b"\x1b")) else b""
         breaks = data.replace(b"\r\n", b"\n")
