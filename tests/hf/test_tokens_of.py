@@ -1,4 +1,4 @@
-"""The real tokens of rows are found however a data set stores them."""
+"""The real tokens of rows and batches are found however they are stored."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from hf.tiny import tiny_model
 from stoker.hf import distributed
 from stoker.hf.distributed import tokens_of
+from stoker.hf.meter import Meter, Work
 
 LENGTHS = [3, 1, 7, 5]
 
@@ -55,3 +58,38 @@ def test_tokens_are_counted_without_padding(dataset: Any) -> None:
 def test_reading_a_large_data_set_row_by_row_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "_LENGTHS_READ", 3)
     assert tokens_of(Rows(masked=True), "length") is None
+
+
+def _figures(**inputs: torch.Tensor) -> dict[str, float]:
+    meter = Meter(Work(1.0, 0.0), peak=None)
+    meter.batch(inputs)
+    return {"tokens": meter.tokens, "rows": meter.rows, "flops": meter.flops}
+
+
+def test_tokens_of_batches_with_several_texts_are_counted() -> None:
+    """As sentence-transformers and preference trainers have them."""
+    ids, mask = torch.ones(2, 4, dtype=torch.long), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    pair = {"sentence_0_input_ids": ids, "sentence_0_attention_mask": mask, "sentence_1_input_ids": ids}
+    assert _figures(input_ids=ids, attention_mask=mask) == {"tokens": 6, "rows": 2, "flops": 6.0}
+    assert _figures(**pair) == {"tokens": 14, "rows": 2, "flops": 14.0}
+    assert _figures(input_ids=ids, decoder_input_ids=ids, not_input_ids=torch.ones(3)) == {
+        "tokens": 8, "rows": 2, "flops": 8.0
+    }  # fmt: skip
+
+
+def test_tokens_that_only_the_model_has_seen_are_counted() -> None:
+    """Cross-encoders tokenize raw texts inside their loss."""
+    meter = Meter(Work(1.0, 0.0), peak=1e9)
+    meter.batch({"text": ["a b"], "label": torch.ones(1)})
+    meter.positions.given, meter.positions.computed = 10, 6
+    figures = meter.take()
+    assert figures["tokens_per_second"] > 0
+    assert figures["padding_avoided"] == 0.4
+    assert "samples_per_second" not in figures
+    assert meter.take() == {}
+
+
+def test_the_work_of_a_transformer_inside_a_model_includes_its_attention() -> None:
+    inner = tiny_model().bert
+    assert Work.of(torch.nn.Sequential(inner)) == Work.of(inner)
+    assert Work.of(inner).per_pair > 0

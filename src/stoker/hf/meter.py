@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,11 +41,30 @@ class Work:
     @classmethod
     def of(cls, model: nn.Module) -> Work:
         weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-        config = getattr(model, "config", None)
+        config = _config_of(model)
         layers = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", None) or 0
         width = getattr(config, "hidden_size", None) or getattr(config, "dim", None) or 0
         # Scores and weighted sum take 2 x 2 x width per pair forward, twice that backward.
         return cls(6.0 * weights, 12.0 * layers * width)
+
+
+def _config_of(model: nn.Module) -> Any:
+    """The configuration with the sizes: the model's own, or that of the transformer inside it."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", None):
+            return config
+    return None
+
+
+def _texts(inputs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Token ids and mask of each text of a batch: one, or several under names such as `sentence_0_input_ids`."""
+    for name, ids in inputs.items():
+        prefix = name.removesuffix("input_ids")
+        if prefix == name or prefix.endswith("decoder_") or (prefix and not prefix.endswith("_")):
+            continue
+        if isinstance(ids, torch.Tensor) and ids.dim() == 2:
+            yield ids, inputs.get(f"{prefix}attention_mask")
 
 
 def training_flops(work: Work, lengths: torch.Tensor) -> float:
@@ -77,19 +97,18 @@ class Meter:
         rates = known(this_machine())
         return cls(Work.of(model), _peak(rates, bf16) if rates else None, bf16=bf16)
 
-    def batch(self, inputs: dict[str, Any]) -> None:
+    def batch(self, inputs: Mapping[str, Any]) -> None:
         """Counts a batch that is about to be computed."""
-        ids = inputs.get("input_ids")
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-            return
-        mask = inputs.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
-            lengths = mask.sum(1)
-        else:
-            lengths = torch.full((ids.shape[0],), ids.shape[1])
-        self.rows += ids.shape[0]
-        self.tokens += int(lengths.sum())
-        self.flops += training_flops(self.work, lengths)
+        rows = 0
+        for ids, mask in _texts(inputs):
+            if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+                lengths = mask.sum(1)
+            else:
+                lengths = torch.full((ids.shape[0],), ids.shape[1])
+            rows = max(rows, ids.shape[0])  # of a pair, both texts belong to one row
+            self.tokens += int(lengths.sum())
+            self.flops += training_flops(self.work, lengths)
+        self.rows += rows
 
     def pause(self, seconds: float) -> None:
         """Time that was not training: evaluation, writing of checkpoints."""
@@ -116,15 +135,17 @@ class Meter:
         now = time.perf_counter()
         seconds = max(now - self._since - self._paused, 1e-9)
         figures: dict[str, float] = {}
+        # Batches of raw texts are tokenized inside the loss; what the model then computed without padding is known.
+        self.tokens = self.tokens or self.positions.computed
         if self.tokens:
-            figures = {
-                "tokens_per_second": round(self.tokens / seconds, 1),
-                "samples_per_second": round(self.rows / seconds, 2),
-            }
+            figures["tokens_per_second"] = round(self.tokens / seconds, 1)
+            if self.rows:
+                figures["samples_per_second"] = round(self.rows / seconds, 2)
             if self.positions.given:
-                padded = self.rows * self.padded_length if self.padded_length else self.positions.given
+                padded = self.rows * (self.padded_length or 0) or self.positions.given
                 figures["padding_avoided"] = round(1.0 - self.positions.computed / padded, 4)
-            figures |= self._share(self.flops / seconds)
+            if self.flops:
+                figures |= self._share(self.flops / seconds)
             known_phases = sum(value for name, value in self.phases.items() if name != "rest")
             self.phases["rest"] = max(seconds - known_phases, 0.0)
         self.total_tokens += self.tokens
