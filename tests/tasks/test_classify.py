@@ -176,3 +176,18 @@ def test_the_real_mrpc_reads_whole(data: Path) -> None:
         examples = read_examples(data / "mrpc" / f"{name}.tsv", task="mrpc")
         assert len(examples) == count
         assert len(examples[0].texts) == 2
+
+
+def test_a_number_of_5000_digits_costs_at_most_its_own_row(tmp_path: Path) -> None:
+    """Python refuses to convert it; as a class or an id it is as good as any other word."""
+    digits = "9" * 5000
+    rows = [f'{{"sentence": "x", "label": {digits}, "id": 1}}', f'{{"sentence": "y", "label": 1, "id": {digits}}}']
+    for name, text in (("d.json", f"[{', '.join(rows)}]"), ("d.jsonl", "\n".join(rows))):
+        (tmp_path / name).write_text(text)
+        found = read_examples(tmp_path / name)
+        assert [(example.id, example.label) for example in found] == [("1", digits), (digits, "1")]
+        with pytest.raises(UserError, match=r"1 of 2 rows .* cannot be used"):
+            read_examples(tmp_path / name, regression=True)
+    from stoker.tasks.classify.train import _are_fractions
+
+    assert not _are_fractions([digits, "1"])

@@ -185,7 +185,7 @@ MISTAKES = {
     "qa @ --gradient_accumulation_steps 0": "--gradient_accumulation_steps is 0",
     "qa @ --learning_rate -1": "--learning_rate is -1.0; it must be 0 or more",
     "qa @ --seed -1": "--seed is -1",
-    "qa @ --seed 4294967296": "--seed is 4294967296; it must be below 4294967296",
+    "qa @ --seed 4294967296": "--seed is 4294967296; it must be below 4,294,967,296",
     "qa @ --dataloader_num_workers -1": "--dataloader_num_workers is -1; it must be 0 or more",
     "qa @ --weight_decay -1": "--weight_decay is -1.0; it must be 0 or more",
     "qa @ --adam_beta1 2": "--adam_beta1 is 2.0; it must be below 1",
@@ -197,6 +197,22 @@ MISTAKES = {
     "qa @ --token a --use_auth_token b": "--use_auth_token is the former name of --token; give one of them",
     "qa @ --report_to nope": "--report_to nope: nope is not supported",
     "qa @ --deepspeed x.json": "deepspeed",
+    "qa @ --learning_rate inf": "'inf' is not a number",
+    "qa @ --weight_decay nan": "'nan' is not a number",
+    "qa @ --max_steps 99999999999999999999": "is not a whole number of at most 18 digits",
+    "qa @ --seed " + "9" * 5000: "characters) is not a whole number",
+    "qa @ --dataloader_num_workers 99999": "--dataloader_num_workers is 99999; it must be below 1,025",
+    "qa @ --tokens_per_batch 999999999999": "--tokens_per_batch is 999999999999; it must be below 134,217,728",
+    "qa @ --neftune_noise_alpha -1": "--neftune_noise_alpha is -1.0; it must be 0 or more",
+    "qa @ --output_dir=": "--output_dir is empty; name a place",
+    "qa @ --cache_dir=": "--cache_dir is empty; name a place",
+    "qa @ --output_dir \udcff": "'\\udcff' is not UTF-8 text",
+    "qa @ --fsdp full_shard": "--fsdp needs more than one process",
+    "qa @ --optim sgd --optim_args momentum=nan": "nan is not a finite number",
+    'qa @ --lr_scheduler_type polynomial --lr_scheduler_kwargs {"power":Infinity}': "inf is not a finite number",
+    "qa @ --lr_scheduler_kwargs x": "--lr_scheduler_kwargs x: write names and values as JSON",
+    "qa @ --gradient_checkpointing_kwargs x": "--gradient_checkpointing_kwargs x: write names and values as JSON",
+    "qa @ --torch_compile_mode x": "--torch_compile_mode x is not known; there are default",
     "qa @ --output_dir /proc/none": "--output_dir /proc/none cannot be made",
     "qa options.json": "the file of options options.json does not exist",
 }
@@ -212,6 +228,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_two(
     error = capsys.readouterr().err
     assert MISTAKES[words] in error
     assert "Traceback" not in error
+    assert len(error) < 1000
 
 
 def test_a_run_whose_weights_overflow_in_its_last_step_saves_no_model_and_exits_with_two(
@@ -415,3 +432,36 @@ def test_rates_measured_for_a_training_have_the_clock(tmp_path: Path, monkeypatc
     monkeypatch.setattr(measure, "_product_gflops", lambda *_: (1e9, 128, 3.7))
     again = know_the_machine(print)
     assert (again.fp32_all, again.clock_all) == (1e9, 3.7)
+
+
+def test_three_text_columns_are_one_sentence(bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "d.jsonl").write_text('{"a": "x", "b": "y", "c": "z", "label": 1}\n')
+    words = ["--model_name_or_path", str(bert), "--train_file", str(tmp_path / "d.jsonl"), "--do_train"]
+    for names in ("a,b,c", "a,"):
+        more = ["--text_column_names", names, "--output_dir", str(tmp_path / "o")]
+        assert main(["train", "classify", *words, *more]) == 2
+        assert f"--text_column_names {names}: name one column, or two" in capsys.readouterr().err
+
+
+def test_a_limit_on_the_size_of_files_is_one_sentence_and_keeps_what_was_there(
+    bert: Path, squad: Path, tmp_path: Path
+) -> None:
+    """The weights of the first checkpoint fit below the limit; those of the second do not, once the limit is lower."""
+    out = tmp_path / "out"
+    code = "import sys; from stoker.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [
+        arg for arg in qa_command(bert, squad, out, "--save_steps", "1") if arg not in ("--do_eval", "--do_predict")
+    ]
+    start = [sys.executable, "-c", code, *words, "--max_steps"]
+    first = subprocess.run([*start, "1"], capture_output=True, text=True, check=False)
+    assert first.returncode == 0, first.stderr
+    before = {path: path.read_bytes() for path in sorted((out / "checkpoint-1").iterdir())}
+    limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *start, "2"]  # KiB
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("stoker: checkpoint-2 could not be written: files may hold at most 1.0 MB here (ulimit -f)")
+    assert f"{out / 'checkpoint-1'} is the last good checkpoint, and whole" in last
+    assert {path: path.read_bytes() for path in sorted((out / "checkpoint-1").iterdir())} == before
+    assert not (out / "checkpoint-2").exists()

@@ -128,7 +128,10 @@ def main(argv: list[str]) -> int:
         from stoker.tasks.qa.train import main as run
     else:
         from stoker.tasks.classify.train import main as run
-    return run(rest)
+    try:
+        return run(rest)
+    except ImportError as error:  # a package that some option needs, asked for when training starts
+        raise UserError(f"stoker train {task}: {' '.join(str(error).split())}") from None
 
 
 def _all_help(task: str) -> int:

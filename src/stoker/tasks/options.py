@@ -3,6 +3,7 @@
 import difflib
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -140,9 +141,25 @@ _LEAST = {
     "adam_beta2": 0,
     "adam_epsilon": 0,
     "num_train_epochs": 0,
+    "neftune_noise_alpha": 0,
+    "label_smoothing_factor": 0,
     "seed": 0,
 }
-_BELOW = {"adam_beta1": 1, "adam_beta2": 1, "seed": 1 << 32}
+_BELOW = {
+    "adam_beta1": 1,
+    "adam_beta2": 1,
+    "seed": 1 << 32,
+    "neftune_noise_alpha": 1e6,
+    "num_train_epochs": 1e6,
+    "max_steps": 1e12,
+    "tokens_per_batch": 1 << 27,
+    "per_device_train_batch_size": 1 << 20,
+    "per_device_eval_batch_size": 1 << 20,
+    "gradient_accumulation_steps": 1 << 30,
+    "dataloader_num_workers": 1025,
+    "preprocessing_num_workers": 1025,
+    "ddp_timeout": 1e9,
+}
 """Outside of these, options fail late and in words of the libraries below, or quietly do something else."""
 
 
@@ -154,7 +171,29 @@ def _check_range(options: Any) -> None:
     for name, limit in _BELOW.items():
         value = getattr(options, name, None)
         if value is not None and not value < limit:
-            raise UserError(f"--{name} is {value}; it must be below {limit}")
+            raise UserError(f"--{name} is {value}; it must be below {limit:,.0f}")
+    for name in _PATHS:
+        if getattr(options, name, None) == "":
+            raise UserError(f"--{name} is empty; name a place, or leave it out. Is a variable of the shell not set?")
+    for name in _MAPPINGS:
+        value = getattr(options, name, None)
+        if value is not None and not isinstance(value, dict):
+            raise UserError(f"--{name} {value}: write names and values as JSON, such as '{{\"name\": 1}}'")
+
+
+_MAPPINGS = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
+_PATHS = (
+    "output_dir",
+    "model_name_or_path",
+    "config_name",
+    "tokenizer_name",
+    "cache_dir",
+    "train_file",
+    "validation_file",
+    "test_file",
+    "logging_dir",
+    "resume_from_checkpoint",
+)
 
 
 def check_best(args: Any, argv: list[str], metrics: Collection[str], default: str) -> None:
@@ -183,21 +222,41 @@ def check_optimizer(args: Any) -> None:
     import torch
     import transformers
 
+    if args.torch_compile_mode:
+        from torch._inductor import list_mode_options
+
+        if args.torch_compile_mode not in (modes := list_mode_options()):
+            raise UserError(
+                f"--torch_compile_mode {args.torch_compile_mode} is not known; there are {', '.join(modes)}"
+            )
+    if args.fsdp and args.world_size == 1:
+        raise UserError("--fsdp needs more than one process; start it by `stoker launch -n 2`, or leave it out")
     probe = torch.nn.Linear(1, 1)
     name, schedule = (getattr(one, "value", one) for one in (args.optim, args.lr_scheduler_type))
     flags = f"--optim {name}" + (f" --optim_args {args.optim_args} (NAME=VALUE,...)" if args.optim_args else "")
     try:
         kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args, probe)
+        _require_finite(options)
         if {"params", "model", "optimizer_dict"} & options.keys():  # these are made for the real model only
             return
         optimizer = kind(probe.parameters(), **options)
         flags = f"--lr_scheduler_type {schedule} --lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
+        _require_finite(args.lr_scheduler_kwargs)
         transformers.get_scheduler(
             args.lr_scheduler_type, optimizer, num_warmup_steps=1, num_training_steps=2,
             scheduler_specific_kwargs=args.lr_scheduler_kwargs,
         )  # fmt: skip
     except Exception as error:  # whatever it is, these values cause it
         raise UserError(f"{flags} cannot be used: {type(error).__name__}: {first_line(error)}") from None
+
+
+def _require_finite(value: Any) -> None:
+    """For numbers inside of JSON and NAME=VALUE, which no parser of options has seen."""
+    if isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            _require_finite(one)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is not a finite number")
 
 
 def words_of(argv: list[str]) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from stoker.tasks.loading import quiet
 from stoker.tasks.options import OptionParser, check_optimizer, given, program, words_of
 from stoker.whole_files import write_text
 
-__all__ = ["Job", "begin", "cut", "finish", "know_the_machine", "train", "write_json"]
+__all__ = ["Job", "argument_errors", "begin", "cut", "finish", "know_the_machine", "train", "write_json"]
 
 log = logging.getLogger("stoker")
 
@@ -115,6 +116,15 @@ def _check_output(args: Any) -> None:
             kind()
     except (ValueError, RuntimeError, ImportError) as error:
         raise UserError(f"--report_to {' '.join(args.report_to)}: {' '.join(str(error).split())}") from None
+
+
+@contextlib.contextmanager
+def argument_errors(job: Job) -> Iterator[None]:
+    """Around the making of a Trainer, which checks the options that depend on each other by raising."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise UserError(f"stoker train {job.task}: {' '.join(str(error).split())}") from None
 
 
 def cut(rows: Sequence[Any], most: int | None) -> Sequence[Any]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from stoker.errors import UserError
 from stoker.hf.trainer import Trainer
+from stoker.numbers import finite_number
 from stoker.tasks import hub, run
 from stoker.tasks.classify.data import GLUE, Example, Labels, choose_columns, collect, read_examples
 from stoker.tasks.classify.features import Rows, make_rows
@@ -83,17 +84,18 @@ def main(argv: list[str]) -> int:
     model = load_model(AutoModelForSequenceClassification, job.model, config)
     args.remove_unused_columns = False
     run.measure_peak(job)
-    trainer = Trainer(
-        model,
-        args,
-        train_dataset=sets.get("train"),
-        eval_dataset=sets.get("validation"),
-        processing_class=tokenizer,
-        data_collator=Collator.of(tokenizer),
-        # Encoder-decoder models give hidden states beside the logits
-        preprocess_logits_for_metrics=lambda found, _: found[0] if isinstance(found, tuple) else found,
-        compute_metrics=lambda found: measure(names, found.predictions, found.label_ids, regression=regression),
-    )
+    with run.argument_errors(job):
+        trainer = Trainer(
+            model,
+            args,
+            train_dataset=sets.get("train"),
+            eval_dataset=sets.get("validation"),
+            processing_class=tokenizer,
+            data_collator=Collator.of(tokenizer),
+            # Encoder-decoder models give hidden states beside the logits
+            preprocess_logits_for_metrics=lambda found, _: found[0] if isinstance(found, tuple) else found,
+            compute_metrics=lambda found: measure(names, found.predictions, found.label_ids, regression=regression),
+        )
     run.dress(job, trainer)
     metrics: dict[str, Any] = {}
     if args.do_train:
@@ -228,10 +230,8 @@ def _labels(job: run.Job, raw: dict[str, Sequence[Example]], classes: tuple[str,
 
 
 def _are_fractions(labels: Sequence[str]) -> bool:
-    try:
-        return not all(float(label).is_integer() for label in labels)
-    except ValueError:
-        return False
+    numbers = [finite_number(label) for label in labels]
+    return None not in numbers and not all(float(number or 0).is_integer() for number in numbers)
 
 
 def _predict(job: run.Job, trainer: Trainer, rows: Rows, labels: Labels | None, name: str) -> None:

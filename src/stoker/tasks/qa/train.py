@@ -166,15 +166,16 @@ def main(argv: list[str]) -> int:
     model = load_model(AutoModelForQuestionAnswering, job.model, config)
     args.remove_unused_columns = False  # items hold what the model takes and nothing else
     run.measure_peak(job)
-    trainer = QaTrainer(
-        model,
-        args,
-        options=options,
-        train_dataset=sets.get("train"),
-        eval_dataset=sets.get("validation"),
-        processing_class=tokenizer,
-        data_collator=Collator.of(tokenizer),
-    )
+    with run.argument_errors(job):
+        trainer = QaTrainer(
+            model,
+            args,
+            options=options,
+            train_dataset=sets.get("train"),
+            eval_dataset=sets.get("validation"),
+            processing_class=tokenizer,
+            data_collator=Collator.of(tokenizer),
+        )
     trainer.padded_length = options.max_seq_length if options.pad_to_max_length else None
     run.dress(job, trainer)
     metrics: dict[str, Any] = {}
