@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
+from types import SimpleNamespace
 
 import emulate
 import pytest
@@ -31,6 +34,7 @@ def test_a_machine_that_cannot_run_the_emulator_gets_one_sentence(monkeypatch, c
     monkeypatch.setattr(emulate, "BUILD", tmp_path)
     monkeypatch.setattr(emulate, "PACKAGES", {"bochs": str(tmp_path / "bochs")})
     monkeypatch.setattr(native, "available", lambda: ["avx2", "baseline"])
+    monkeypatch.setattr(emulate.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(emulate.os, "geteuid", lambda: 1000)
     assert emulate.main() == 2
     assert "sudo apt-get install bochs" in capsys.readouterr().err
@@ -40,6 +44,7 @@ def test_a_machine_that_cannot_run_the_emulator_gets_one_sentence(monkeypatch, c
 
 
 def test_a_cpu_with_avx512_needs_no_emulator(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(emulate.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(native, "available", lambda: ["avx512", "avx2", "baseline"])
     assert emulate.main() == 0
     assert "this CPU has AVX-512" in capsys.readouterr().out
@@ -59,3 +64,44 @@ def test_the_image_is_made_again_only_when_a_file_of_it_has_changed(monkeypatch,
     sums.write_text("{}")
     library.write_text("other")
     assert emulate.fingerprint_of(files) != before
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    """Puts a program in the place of Bochs; it runs in the directory of the serial line's file."""
+
+    def put(program: str) -> None:
+        path = tmp_path / "bochs"
+        path.write_text(
+            f"#!{sys.executable}\nimport os, pty, sys, time, tty\nif '--help' in sys.argv: sys.exit(0)\n{program}"
+        )
+        path.chmod(0o755)
+
+    monkeypatch.setattr(emulate, "BUILD", tmp_path)
+    monkeypatch.setattr(emulate, "SERIAL", tmp_path / "serial.log")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return put
+
+
+def test_an_emulator_that_does_not_end_is_stopped(stand_in, monkeypatch, tmp_path) -> None:
+    stand_in("open('new', 'w').write(str(os.getpid())); os.rename('new', 'pid'); time.sleep(600)")
+    started = tmp_path / "pid"
+    clock = SimpleNamespace(monotonic=lambda: 1e9 if started.exists() else 0.0, sleep=time.sleep)
+    monkeypatch.setattr(emulate, "time", clock)  # the limit is reached as soon as the program runs
+    emulate.run_bochs()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+
+
+def test_the_screen_of_the_emulator_is_read_so_that_it_never_blocks(stand_in, monkeypatch) -> None:
+    """Bochs draws on a terminal of its own, and names it in what it prints."""
+    stand_in(
+        "ours, theirs = pty.openpty()\n"
+        "tty.setraw(theirs)\n"
+        "print(f'Bochs connected to screen \"{os.ttyname(theirs)}\"', flush=True)\n"
+        "for _ in range(256): os.write(ours, b'x' * 4096)\n"
+        "open('serial.log', 'w').write('stoker: the end')"
+    )
+    monkeypatch.setattr(emulate, "WALL_SECONDS", 120)
+    emulate.run_bochs()
+    assert emulate.SERIAL.read_text() == "stoker: the end"
