@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from hf.test_damaged_checkpoints import flip
+from hf.test_folder_lock import Holder
 from stoker.hf.checkpointing import manifest
 
 HERE = Path(__file__).parent
@@ -68,3 +69,13 @@ def test_a_signal_to_one_rank_stops_both_and_the_run_resumes_exactly(tree_path: 
     assert result(resumed) == whole
     assert "checkpoint-6 is skipped because it cannot be resumed from: rng_state_1.pth does not match" in resumed[0][1]
     assert "is skipped" not in resumed[1][1]
+
+
+def test_all_ranks_of_a_second_run_in_the_same_folder_end_with_the_sentence(tree_path: Path) -> None:
+    holder = Holder(tree_path)
+    try:
+        for code, out in launch(tree_path):
+            assert code == 1
+            assert f"UserError: another run is training in {tree_path}" in out
+    finally:
+        holder.kill()

@@ -7,12 +7,13 @@ NaN. Everything it overrides calls transformers' method, so subclasses and callb
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from stoker.errors import UserError, first_line
 from stoker.hf import checkpoints, resume
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.batches import EpochBatches, lengths_of
-from stoker.hf.checkpointing import choice
+from stoker.hf.checkpointing import choice, lock
 from stoker.hf.distributed import Ranks, averages_own_loss
 from stoker.hf.interrupts import Interrupted, Interrupts
 from stoker.hf.meter import Meter
@@ -287,9 +288,44 @@ class Trainer(PublishingTrainer):
         ignore_keys_for_eval: list[str] | None = None,
         **named: Any,
     ) -> Any:
+        start = Start.read(Path(self.args.output_dir))
+        # Trials of a search may run side by side: each has a folder of its own.
+        with self.only_run_in_folder(again=start.again) if trial is None else contextlib.nullcontext():
+            return self._train(start, resume_from_checkpoint, trial, ignore_keys_for_eval, **named)
+
+    @contextlib.contextmanager
+    def only_run_in_folder(self, *, again: bool = False) -> Iterator[None]:
+        """Keeps other runs out of the output folder; UserError if one is there. All ranks must enter it.
+
+        `again`: an agent has started the ranks again. The lock of a machine that has died may outlive it on a network file
+        system, and must not end the run that goes on without that machine.
+        """
+        held, refusal = lock.Lock(None), None
+        if self.is_world_process_zero():
+            try:
+                held = lock.take(Path(self.args.output_dir))
+            except UserError as error:
+                refusal = str(error)
+        refusal = choice.of_first(refusal)
+        if refusal is not None and not again:
+            raise UserError(refusal)
+        if refusal is not None and self.is_world_process_zero():
+            log.warning("%s; this run was started again, so it goes on", refusal)
+        try:
+            yield
+        finally:
+            held.release()
+
+    def _train(
+        self,
+        start: Start,
+        resume_from_checkpoint: str | bool | None,
+        trial: Any,
+        ignore_keys_for_eval: list[str] | None,
+        **named: Any,
+    ) -> Any:
         folder = Path(self.args.output_dir)
         self.in_turn(lambda: checkpoints.tidy(folder))
-        start = Start.read(folder)
         self._data_facts = resume.data_facts(self.train_dataset)
         checkpoint = self._after_restart(folder, start) or self._checkpoint_to_resume(folder, resume_from_checkpoint)
         self._meter = Meter.of(self.model, bf16=self.args.bf16) if self.model is not None else None

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from stoker.errors import UserError
 from stoker.hf import checkpoints
-from stoker.hf.checkpointing import choice
+from stoker.hf.checkpointing import choice, lock
 from stoker.hf.restart import Start
 from stoker.hf.secrets import without_secrets
 from stoker.hf.trainer import Trainer
@@ -111,6 +111,8 @@ def _check_output(args: Any) -> None:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output_dir {args.output_dir} cannot be made: {error.strerror}") from None
+    if args.do_train and args.world_size == 1:
+        lock.take(Path(args.output_dir)).release()  # it is held while training; a run that cannot have it learns so now
     try:
         for kind in get_reporting_integration_callbacks(args.report_to):
             kind()
@@ -156,7 +158,6 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
     if not job.data.skip_memory_check:
         need = memory.check_memory(trainer.model, lengths, args, optimized=optimized)
         job.say(f"{len(lengths):,} training rows, {int(lengths.sum()):,} tokens; about {need / 1e9:.1f} GB of memory")
-    checkpoint = resume_point(job, trainer)
     trainer.resume_command = shlex.join([*program(), "train", job.task, *going_on(without_secrets(job.argv, None))])
     trainer.recorder.task = {
         "task": job.task,
@@ -164,13 +165,15 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
         "command": shlex.join(job.command),
         **facts,
     }
-    result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    trainer.save_model(_internal_call=True)  # published whole, when card and report are there too
-    seconds, loss = result.metrics.get("train_runtime", 0.0), result.metrics.get("train_loss", 0.0)
-    job.say(f"trained to step {result.global_step:,} in {seconds:,.0f} s, mean loss {loss:.3f}")
-    if args.should_save:
-        trainer.save_metrics("train", {**result.metrics, "train_samples": len(lengths)})
-        trainer.save_state()
+    with trainer.only_run_in_folder(again=Start.read(Path(args.output_dir)).again):
+        checkpoint = resume_point(job, trainer)
+        result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trainer.save_model(_internal_call=True)  # published whole, when card and report are there too
+        seconds, loss = result.metrics.get("train_runtime", 0.0), result.metrics.get("train_loss", 0.0)
+        job.say(f"trained to step {result.global_step:,} in {seconds:,.0f} s, mean loss {loss:.3f}")
+        if args.should_save:
+            trainer.save_metrics("train", {**result.metrics, "train_samples": len(lengths)})
+            trainer.save_state()
 
 
 def dress(job: Job, trainer: Trainer) -> None:
