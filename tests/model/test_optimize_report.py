@@ -92,7 +92,10 @@ def test_the_report_says_what_was_switched_off_and_what_never_runs_fused() -> No
         "stoker.optimize was not called on this model, or was undone"
     ]
     for switches, left in (
-        ({"unpad": False}, ("padding", "unpad=False")),
+        (
+            {"unpad": False},
+            ("batches with padding", "unpad=False: their attention and layers run as stock does"),
+        ),
         ({"fuse": False}, ("kernels", "fuse=False")),
         ({"fuse_loss": False}, ("masked-LM loss", "fuse_loss=False")),
         ({"level": "O0"}, ("everything but memory and optimizer", "unpad=False and fuse=False")),

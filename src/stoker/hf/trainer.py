@@ -92,14 +92,16 @@ class Trainer(PublishingTrainer):
             return optimizer
         from stoker.hf.accelerator import clip_in_one_pass
         from stoker.model import optimize
+        from stoker.model.report import switches
 
         clip_in_one_pass(self.accelerator)
         dtype = torch.bfloat16 if self.args.bf16 else None
+        kept = switches(self.model)  # of a script that has called `optimize` itself
         self._optimized = self.model
         if optimizer is None:
-            optimize(self.model, dtype=dtype)
+            optimize(self.model, dtype=dtype, **kept)
             return None
-        return optimize(self.model, optimizer, dtype=dtype)[1]
+        return optimize(self.model, optimizer, dtype=dtype, **kept)[1]
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         super().create_optimizer(*([] if model is None else [model]))

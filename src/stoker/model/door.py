@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from stoker.english import with_article
 from stoker.model import precision
 from stoker.model.families import Family, find, transformers_major
+from stoker.model.padding_watch import warn_if_padding_counts, warn_of_zeros
 from stoker.model.sequences import Sequences, count, read_mask, serving
 from stoker.model.swap import Optimized, child, named, plain, stock_class, stock_wanted, unhooked
 
@@ -33,6 +34,7 @@ _NEEDS_STOCK = {
     "encoder_hidden_states": "cross attention is used",
     "head_mask": "a head mask is given",
 }
+_PADDING_STAYS = "unpad=False, and the batch has padding"
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
 
 
@@ -46,9 +48,11 @@ class Door(Optimized):
         call = named(self, args, kwargs)
         sequences = self._sequences(call)
         if isinstance(sequences, str):
-            _tell(self, sequences)
             given = _positions(call)
             count(given, given)
+            if sequences == _PADDING_STAYS:
+                return self._with_padding(args, kwargs)
+            _tell(self, sequences)
             return super().forward(*args, **kwargs)
         count(sequences.batch * sequences.length, sequences.tokens)
         return_dict = call.pop("return_dict", getattr(self.config, "return_dict", True))
@@ -56,6 +60,14 @@ class Door(Optimized):
         with serving(sequences), torch.autocast("cpu", enabled=False):
             output = super().forward(**self._packed(call, sequences), return_dict=True)
             return self._unpacked(output, sequences, return_dict)
+
+    def _with_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The stock forward in the precision that was asked for: what `unpad=False` means for a batch with padding."""
+        stored = next(self.parameters()).dtype
+        dtype = precision.activations(self.stoker_settings.dtype, stored)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype != stored):
+            output = super().forward(*args, **kwargs)
+        return output if dtype == stored else _cast(output, stored)
 
     def _sequences(self, call: dict[str, Any]) -> Sequences | str:
         row: Family = self.stoker_row
@@ -77,8 +89,10 @@ class Door(Optimized):
         if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.bfloat16):
             return f"the model is {parameter.dtype} on {parameter.device}"
         settings = self.stoker_settings
+        if not settings.unpad and mask is not None and not bool(mask.all()):
+            return _PADDING_STAYS
         dtype = precision.activations(settings.dtype, parameter.dtype)
-        return read_mask(mask, batch, length, unpad=settings.unpad, dtype=dtype, device=tokens.device)
+        return read_mask(mask, batch, length, dtype=dtype, device=tokens.device)
 
     def _packed(self, call: dict[str, Any], sequences: Sequences) -> dict[str, Any]:
         row: Family = self.stoker_row
@@ -102,10 +116,13 @@ class Door(Optimized):
         def unpack(x: Tensor) -> Tensor:
             if id(x) not in done:
                 done[id(x)] = sequences.unpack(x.to(dtype))
+                warn_if_padding_counts(self, done[id(x)], sequences)
             return done[id(x)]
 
         hidden = unpack(output.last_hidden_state)
         if states := output.get("hidden_states"):
+            if sequences.mask is not None:
+                warn_of_zeros(self, "hidden_states are returned, and")
             output.hidden_states = tuple(state if state is None else unpack(state) for state in states)
         output.last_hidden_state = hidden
         if output.get("pooler_output") is not None:
@@ -117,6 +134,18 @@ class Door(Optimized):
             rest = (value for name, value in output.items() if name not in ("last_hidden_state", "pooler_output"))
             return (hidden, output.get("pooler_output"), *rest)
         return output.to_tuple()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """The output of a model, or a part of it, with its tensors in another type."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(_cast(one, dtype) for one in value)
+    if isinstance(value, dict):
+        for name, one in list(value.items()):
+            value[name] = _cast(one, dtype)
+    return value
 
 
 def _positions(call: dict[str, Any]) -> int:

@@ -20,7 +20,7 @@ from stoker.model.layer import FusedEmbeddings, FusedLayer, RelativeBias
 from stoker.model.leaves import LeafDropout, kernel_for
 from stoker.model.swap import Optimized, Settings, stock_class
 
-__all__ = ["Notes", "Report", "forget", "note", "report"]
+__all__ = ["Notes", "Report", "forget", "note", "report", "switches"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ _NOTES: WeakKeyDictionary[nn.Module, Notes] = WeakKeyDictionary()
 
 def note(model: nn.Module, notes: Notes) -> None:
     _NOTES[model] = notes
+
+
+def switches(model: nn.Module) -> dict[str, bool]:
+    """The switches that `optimize` was last called with on this model; none if it was not, or was undone."""
+    chosen = (_NOTES.get(model) or Notes()).switches
+    return {} if chosen is None else {"unpad": chosen.unpad, "fuse": chosen.fuse, "fuse_loss": chosen.fuse_loss}
 
 
 def forget(model: nn.Module, *, optimizer: bool) -> None:
@@ -76,11 +82,11 @@ def report(model: nn.Module) -> Report:
         (_part(module), stock_class(type(module)).__name__) for module in running if isinstance(module, Optimized)
     )
     notes = _NOTES.get(model, Notes())
-    switches = notes.switches or next((m.stoker_settings for m in model.modules() if isinstance(m, Optimized)), None)
+    settings = notes.switches or next((m.stoker_settings for m in model.modules() if isinstance(m, Optimized)), None)
     return Report(
         model=stock_class(type(model)).__name__,
         applied=tuple((part, cls, count) for (part, cls), count in counts.items()),
-        left_alone=tuple(_left_alone(model, running, switches)),
+        left_alone=tuple(_left_alone(model, running, settings)),
         precision=notes.precision,
         memory=notes.memory,
         optimizer=notes.optimizer,
@@ -155,7 +161,7 @@ def _whole_parts(model: nn.Module, switches: Settings) -> Iterator[tuple[str, st
             yield f"every call of {name}", always
         yield from ((f"a call of {name}", reason) for reason in stock_calls(door) if reason != always)
     if doors and not switches.unpad:
-        yield "padding", "unpad=False"
+        yield "batches with padding", "unpad=False: their attention and layers run as stock does"
     if not switches.fuse:
         yield "kernels", "fuse=False"
     if not switches.fuse_loss and any((row := find(type(m))) and row[1] == "masked_lm" for m in model.modules()):

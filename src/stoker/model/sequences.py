@@ -94,7 +94,7 @@ class Sequences:
 
 
 def read_mask(
-    mask: Tensor | None, batch: int, length: int, *, unpad: bool, dtype: torch.dtype, device: torch.device
+    mask: Tensor | None, batch: int, length: int, *, dtype: torch.dtype, device: torch.device
 ) -> Sequences | str:
     """The sequences of a batch, or the reason why it cannot be seen as such."""
     if mask is None or bool(mask.all()):
@@ -117,8 +117,6 @@ def read_mask(
     columns = torch.arange(length, device=device)
     if not torch.equal(real, (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])):
         return "the attention mask has holes"
-    if not unpad:
-        return _kept(real, lengths, starts, dtype)
     if int(lengths.max()) == 0:
         return "the batch has no real token"
     index = real.reshape(-1).nonzero().squeeze(1)
@@ -135,26 +133,6 @@ def read_mask(
         index=index,
         mask=real,
         left=left,
-        dtype=dtype,
-    )
-
-
-def _kept(real: Tensor, lengths: Tensor, starts: Tensor, dtype: torch.dtype) -> Sequences:
-    """Padding stays in the rows, as sequences of its own that no real token sees: what `unpad=False` asks for."""
-    batch, length = real.shape
-    runs = torch.stack([starts, lengths, length - starts - lengths], 1).view(-1)
-    at = torch.arange(batch, device=real.device) * length
-    padded_left = ((starts > 0) & (lengths > 0)).nonzero().squeeze(1)
-    positions = (torch.arange(length, device=real.device) - starts[:, None]) * real
-    return Sequences(
-        batch=batch,
-        length=length,
-        cu_seqlens=_cumulative(runs[runs > 0]).int(),
-        longest=int(runs.max()),
-        positions=positions.reshape(-1),
-        index=None,
-        mask=real,
-        left=(padded_left, (at + starts)[padded_left]) if padded_left.numel() else None,
         dtype=dtype,
     )
 

@@ -49,7 +49,7 @@ class Settings:
     """What `optimize` was asked for; part of every swapped class."""
 
     unpad: bool = True
-    """Take padding out at the base model's door."""
+    """Take padding out at the base model's door; if not, batches with padding run as stock does."""
     fuse: bool = True
     """Use the native kernels in layers, leaves and embeddings."""
     fuse_loss: bool = True
