@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
 import pty
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,7 +25,7 @@ from stoker.launch import migrate
 from stoker.launch.ask import ask_all, move
 from stoker.launch.check import check
 from stoker.launch.config import Config
-from stoker.launch.questions import to_config
+from stoker.launch.questions import QUESTIONS, RELEASES, to_config
 from stoker.machine import Machine
 
 Recorded = Callable[[str], Machine]
@@ -239,23 +242,135 @@ def test_check_ends_with_1_for_what_cannot_run(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out == "odd: num_proceses: unknown to Stoker and to accelerate, and not read\n"
 
 
-def test_plain_answers_when_piped(recorded: Recorded) -> None:
-    lines = ["", "multi-CPU", "2", "impi", "hosts", "yes", "", "no", "", "4", "", "bf16"]
+# The two dialogues of accelerate's guide for IPEX: (what was asked, what was typed or chosen).
+GUIDE_ONE_PROCESS = ["This machine", "No distributed training", "yes", "yes", "NO", "NO", "bf16"]
+GUIDE_MANY_MACHINES = [
+    "This machine", "multi-CPU", "4", "0", "36.112.23.24", "29500", "yes", "yes", "yes", "/home/user/hostfile", "1", "NO", "16",
+    "bf16",
+]  # fmt: skip
+
+
+def piped(lines: list[str], machine: Machine, **named: Any) -> tuple[Config, str]:
     screen = io.StringIO()
-    answers = ask_all({}, recorded("ice_lake"), io.StringIO("\n".join(lines) + "\n"), screen)
-    config = to_config(answers)
-    assert (config.num_machines, config.num_processes, config.launcher, config.hostfile) == (2, 4, "impi", "hosts")
-    assert (config.ipex, config.mixed_precision, config.threads) == (False, "bf16", None)
-    assert "IPEX" in screen.getvalue()
+    answers = ask_all({}, machine, io.StringIO("\n".join(lines) + "\n"), screen, **named)
+    return to_config(answers), screen.getvalue()
+
+
+def test_the_dialogues_of_the_old_guide_give_its_files(recorded: Recorded) -> None:
+    one, _ = piped(GUIDE_ONE_PROCESS, recorded("ice_lake"))
+    old = read(ONE_PROCESS)
+    for name in (
+        "distributed_type",
+        "ipex",
+        "mixed_precision",
+        "num_processes",
+        "use_cpu",
+        "dynamo_backend",
+        "machine_rank",
+    ):
+        assert getattr(one, name) == getattr(old, name), name
+    many, screen = piped(GUIDE_MANY_MACHINES, recorded("ice_lake"))
+    old = read(MANY_MACHINES)
+    for one_field in dataclasses.fields(Config):
+        if one_field.name not in ("other", "notes"):
+            assert getattr(many, one_field.name) == getattr(old, one_field.name), one_field.name
+    assert "IPEX" in screen
+    assert "launch mpirun? [yes/NO]: yes" in screen
+
+
+# Which questions accelerate asked has changed; each of these ends in the same file.
+SAME_FILE = {
+    "the guide": ["This machine", "multi-CPU", "1", "yes", "no", "no", "2", "bf16"],
+    "with a check of operations": ["This machine", "multi-CPU", "1", "no", "yes", "no", "no", "2", "bf16"],
+    "before mpirun": ["This machine", "multi-CPU", "1", "yes", "no", "2", "bf16"],
+    "numbers of the menus": ["0", "1", "1", "yes", "no", "no", "2", "2"],
+    "short words": ["LOCAL_MACHINE", "MULTI_CPU", "1", "y", "n", "N", "2", "BF16"],
+    "defaults": ["", "multi-CPU", "", "", "", "", "2", "bf16"],
+    "the first answers only": ["This machine", "multi-CPU", "1", "yes", "no", "no", "2"],
+}
+
+
+@pytest.mark.parametrize("lines", SAME_FILE.values(), ids=SAME_FILE)
+def test_answers_of_every_release_are_taken_for_what_they_answered(lines: list[str], recorded: Recorded) -> None:
+    config, _ = piped(lines, recorded("sapphire_rapids_4"))
+    assert config == Config(distributed_type="MULTI_CPU", num_processes=2, mixed_precision="bf16")
+
+
+def test_answers_of_todays_accelerate_are_taken_too(recorded: Recorded) -> None:
+    """It asks neither for IPEX nor for oneCCL's workers."""
+    lines = ["This machine", "multi-CPU", "1", "no", "yes", "hosts", "no", "2", "bf16"]
+    config, _ = piped(lines, recorded("ice_lake"))
+    # The guide asked for a number after the hostfile; `no` is none, so this is not the guide's dialogue.
+    assert (config.hostfile, config.num_processes, config.ipex) == ("hosts", 2, True)
+    config, _ = piped(["This machine", "No distributed training", "yes", "no", "no", "bf16"], recorded("ice_lake"))
+    assert (config.several, config.mixed_precision) == (False, "bf16")
+
+
+def test_torch_dynamo_and_its_options_are_kept(recorded: Recorded) -> None:
+    lines = [
+        "This machine",
+        "No distributed training",
+        "yes",
+        "yes",
+        "yes",
+        "inductor",
+        "yes",
+        "default",
+        "no",
+        "yes",
+        "no",
+    ]
+    config, _ = piped(lines, recorded("ice_lake"))
+    assert config.dynamo_backend == "inductor"
+    assert config.other == {
+        "dynamo_config": {"dynamo_mode": "default", "dynamo_use_fullgraph": False, "dynamo_use_dynamic": True}
+    }
+
+
+def test_a_terminal_is_asked_nothing_that_accelerate_did_not_ask(recorded: Recorded) -> None:
+    old = {"compute_environment", "distributed_type", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
+           "same_network", "rdzv_backend", "use_cpu", "ipex", "use_mpirun", "mpirun_hostfile", "mpirun_ccl", "dynamo",
+           "dynamo_backend", "dynamo_customized", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "num_processes",
+           "mixed_precision"}  # fmt: skip
+    assert {question.name for question in QUESTIONS if RELEASES[0].asks(question, more=False)} == old
+    more = {question.name for question in QUESTIONS if RELEASES[0].asks(question, more=True)}
+    assert more - old == {"launcher", "num_cpu_threads_per_process"}
+
+
+def test_more_asks_for_launcher_and_threads(recorded: Recorded) -> None:
+    lines = ["This machine", "multi-CPU", "1", "yes", "no", "torchrun", "no", "2", "3", "bf16"]
+    config, screen = piped(lines, recorded("ice_lake"), more=True)
+    assert (config.launcher, config.threads) == ("torchrun", 3)
+    assert "How many threads should each process use? [one per core of the machine it runs on: 40 here]: 3\n" in screen
+    lines[8] = ""
+    assert piped(lines, recorded("ice_lake"), more=True)[0].threads is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["This machine", "No distributed training", "yes", "yes", "no", "yes", "bf16"], "DeepSpeed is not launched"),
+        (["AWS (Amazon SageMaker)"], "answer with one of LOCAL_MACHINE"),
+        (["This machine", "multi-GPU"], "answer with one of NO, MULTI_CPU"),
+        (["This machine", "multi-CPU", "9" * 5000], "answer with a whole number"),
+        (["This machine", "No distributed training", "yes", "yes", "no", "no", "bf16", "more"], "'more' is left over"),
+        (["This machine", "No distributed training", "perhaps"], "answer yes or no"),
+        (["x" * 100_000], "longer than"),
+    ],
+)
+def test_an_answer_that_cannot_be_followed_is_one_sentence(lines: list[str], says: str, recorded: Recorded) -> None:
+    with pytest.raises(UserError, match=re.escape(says)) as caught:
+        piped(lines, recorded("ice_lake"))
+    assert "\n" not in str(caught.value)
 
 
 def test_the_machine_proposes_processes_and_threads(recorded: Recorded) -> None:
     screen = io.StringIO()
-    answers = ask_all({}, recorded("sapphire_rapids_4"), io.StringIO("\n" * 20), screen)
+    answers = ask_all({}, recorded("sapphire_rapids_4"), io.StringIO("\n" * 30), screen, more=True)
     assert answers["distributed_type"] == "MULTI_CPU"
     assert answers["num_processes"] == 4
-    assert "[28]" in screen.getvalue()
-    assert answers["mixed_precision"] == "no"  # bf16 units or not: precision is what the person asks for
+    assert "28 here]" in screen.getvalue()
+    assert answers["mixed_precision"] == "bf16"
 
 
 def test_every_question_is_also_a_flag(homeless: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,7 +416,7 @@ def test_the_mark_moves_by_arrows_and_digits_and_goes_round() -> None:
     assert [move(key, 0, 3) for key in ("up", "down", "k", "j", "2", "9", "x")] == [2, 1, 2, 1, 2, 0, 0]
 
 
-def test_arrow_keys_choose_in_a_terminal(tmp_path: Path) -> None:
+def test_arrow_keys_choose_in_a_terminal_and_yes_and_no_are_typed(tmp_path: Path) -> None:
     controller, terminal = pty.openpty()
     path = tmp_path / "c.yaml"
     code = "import sys; from stoker.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -312,10 +427,10 @@ def test_arrow_keys_choose_in_a_terminal(tmp_path: Path) -> None:
         stderr=terminal,
     )
     os.close(terminal)
-    # environment, type (one down: multi-CPU), machines, launcher, CPU only, IPEX (one down: no), dynamo, processes, threads,
-    # precision (one down). Each key is sent when its question stands on the screen.
-    steps = [("environment", b"\r"), ("type of machine", b"\x1b[B\r"), ("different machines", b"\r"), ("start the", b"\r"),
-             ("CPU only", b"\r"), ("IPEX", b"\x1b[B\r"), ("dynamo", b"\r"), ("in all", b"2\r"), ("threads", b"\r"),
+    # environment, type (one down: multi-CPU), machines, IPEX (typed: no), mpirun, dynamo, processes, precision (one down).
+    # Each key is sent when its question stands on the screen.
+    steps = [("environment", b"\r"), ("type of machine", b"\x1b[B\r"), ("different machines", b"\r"), ("IPEX", b"n\r"),
+             ("launch mpirun", b"no\r"), ("dynamo", b"perhaps\r"), ("answer yes or no", b"N\r"), ("processes should", b"2\r"),
              ("mixed precision", b"\x1b[B\r")]  # fmt: skip
     seen = ""
     for words, keys in steps:

@@ -49,6 +49,7 @@ def _ask(argv: list[str]) -> int:
         help=f"where to write; without it {configuration.own_path()}",
     )
     parser.add_argument("--yes", action="store_true", help="ask nothing: take what the flags and the machine say")
+    parser.add_argument("--more", action="store_true", help="ask also what accelerate did not: launcher and threads")
     answers = parser.add_argument_group("answers")
     for question in QUESTIONS:
         names = {f"--{question.name}", f"--{question.name.replace('_', '-')}"}
@@ -57,10 +58,14 @@ def _ask(argv: list[str]) -> int:
         )
     options = parser.parse_args(argv)
     given = {question.name: getattr(options, question.name) for question in QUESTIONS}
+    if given["use_mpirun"] is None and (given["mpirun_hostfile"] or given["launcher"] in ("impi", "mpich", "openmpi")):
+        given["use_mpirun"] = True
+    if given["dynamo"] is None and given["dynamo_backend"]:
+        given["dynamo"] = True
     if given["distributed_type"] is None and max(given["num_processes"] or 1, given["num_machines"] or 1) > 1:
         given["distributed_type"] = "MULTI_CPU"  # nothing else can be meant
     machine = Machine.read()
-    config = to_config(_defaults(given, machine) if options.yes else ask_all(given, machine))
+    config = to_config(_defaults(given, machine) if options.yes else ask_all(given, machine, more=options.more))
     path = options.config_file or configuration.own_path()
     config.write(path)
     print(
@@ -78,7 +83,7 @@ def _defaults(given: Answers, machine: Machine) -> Answers:
         if question.when(answers):
             told = given[question.name]
             answers[question.name] = (
-                told if told is not None else None if question.optional else question.default(answers, machine)
+                told if told is not None else None if question.meaning else question.default(answers, machine)
             )
     tell_unneeded(given, answers)
     return answers

@@ -1,36 +1,108 @@
-"""Asking: arrow keys in a terminal, plain answers when piped; the same questions either way."""
+"""Asking: arrow keys and typed answers in a terminal; from a pipe, the answers of any release of accelerate's own dialogue."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from stoker.errors import UserError
-from stoker.launch.questions import QUESTIONS, Answers, Question
+from stoker.launch.questions import QUESTIONS, RELEASES, Answers, Question, Release
 from stoker.machine import Machine
 from stoker.numbers import whole_number
 
 __all__ = ["ask_all", "move", "tell_unneeded", "understand"]
 
+_LONGEST = 64 << 10
+"""Characters of all answers together."""
 
-def ask_all(given: Answers, machine: Machine, source: TextIO | None = None, screen: TextIO | None = None) -> Answers:
-    """Answers to all questions that apply: those given as flags, the rest asked."""
+
+def ask_all(
+    given: Answers, machine: Machine, source: TextIO | None = None, screen: TextIO | None = None, *, more: bool = False
+) -> Answers:
+    """Answers to all questions that apply: those given as flags, the rest asked; `more` asks Stoker's own too."""
     source, screen = source or sys.stdin, screen or sys.stdout
+    get = _ask if source.isatty() else _read
+    answers = get(given, machine, source, screen, more)
+    tell_unneeded(given, answers)
+    return answers
+
+
+def _ask(given: Answers, machine: Machine, source: TextIO, screen: TextIO, more: bool) -> Answers:
     answers: Answers = {}
     for question in QUESTIONS:
         if not question.when(answers):
             continue
         if given.get(question.name) is not None:
             answers[question.name] = given[question.name]
-        elif source.isatty() and screen.isatty() and question.kind in ("choice", "yes"):
+        elif not Release().asks(question, more):
+            continue
+        elif screen.isatty() and question.kind == "choice":
             answers[question.name] = _pick(question, question.default(answers, machine), screen)
         else:
             answers[question.name] = _type(question, question.default(answers, machine), source, screen)
-    tell_unneeded(given, answers)
     return answers
+
+
+def _read(given: Answers, machine: Machine, source: TextIO, screen: TextIO, more: bool) -> Answers:
+    """Takes the lines for the dialogue of the release that they fit: each understood, none missing, none left over."""
+    try:
+        text = source.read(_LONGEST + 1)
+    except UnicodeDecodeError:
+        raise UserError("the answers are not UTF-8 text") from None
+    if len(text) > _LONGEST:
+        raise UserError(f"the answers are longer than {_LONGEST:,} characters")
+    lines = text.splitlines()
+    fits = [_Fit.of(release, lines, given, machine, more) for release in RELEASES]
+    whole = [fit for fit in fits if fit.error is None and not fit.missing and not fit.left]
+    # A file may hold the first answers only; then the others are the defaults.
+    partly = [fit for fit in fits if fit.error is None and not fit.left]
+    if not whole and not partly:
+        furthest = max(fits, key=lambda fit: len(fit.shown))
+        if furthest.error is not None:
+            raise furthest.error
+        raise UserError(f"all questions are answered, and {furthest.left[0]!r} is left over; leave it out")
+    chosen = (whole or partly)[0]
+    screen.write("".join(chosen.shown))
+    screen.flush()
+    return chosen.answers
+
+
+class _Fit:
+    """How the lines of a pipe fit the dialogue of one release."""
+
+    def __init__(self) -> None:
+        self.answers: Answers = {}
+        self.shown: list[str] = []
+        self.left: list[str] = []
+        """Lines that nothing was asked for; empty ones do not count."""
+        self.missing = False
+        """Whether a question had no line."""
+        self.error: UserError | None = None
+
+    @classmethod
+    def of(cls, release: Release, lines: Sequence[str], given: Answers, machine: Machine, more: bool) -> _Fit:
+        fit, rest = cls(), [line.strip() for line in lines]
+        for question in QUESTIONS:
+            if not question.when(fit.answers):
+                continue
+            if given.get(question.name) is not None:
+                fit.answers[question.name] = given[question.name]
+                continue
+            if not release.asks(question, more):
+                continue
+            fit.missing = fit.missing or not rest
+            line, default = rest.pop(0) if rest else "", question.default(fit.answers, machine)
+            try:
+                fit.answers[question.name] = understand(question, line, default)
+            except UserError as error:
+                fit.error = error
+                return fit
+            fit.shown.append(f"{_prompt(question, default)}{line}\n")
+        fit.left = [line for line in rest if line]
+        return fit
 
 
 def tell_unneeded(given: Answers, answers: Answers) -> None:
@@ -41,33 +113,31 @@ def tell_unneeded(given: Answers, answers: Answers) -> None:
 
 
 def _type(question: Question, default: Any, source: TextIO, screen: TextIO) -> Any:
+    while True:
+        screen.write(_prompt(question, default))
+        screen.flush()
+        try:
+            return understand(question, source.readline().strip(), default)
+        except UserError as error:
+            screen.write(f"  {error}\n")
+
+
+def _prompt(question: Question, default: Any) -> str:
     options = ""
     if question.kind == "choice":
         options = "".join(f"\n  {number}: {shown}" for number, (_, shown) in enumerate(question.choices)) + "\n"
-    shown = {True: "yes", False: "no", None: ""}.get(default, default) if question.kind == "yes" else default
-    while True:
-        screen.write(f"{question.text}{options} [{shown}]: ")
-        screen.flush()
-        try:
-            line = source.readline()
-        except UnicodeDecodeError:
-            raise UserError(
-                f"{question.text} The answer is not UTF-8 text; answer in plain letters and digits"
-            ) from None
-        if not source.isatty():
-            screen.write(f"{line.strip()}\n")
-        try:
-            return understand(question, line.strip(), default)
-        except UserError as error:
-            if not source.isatty():  # nobody is there to try again
-                raise
-            screen.write(f"  {error}\n")
+    shown = default
+    if question.kind == "yes":
+        shown = "YES/no" if default else "yes/NO"
+    elif question.meaning:
+        shown = f"{question.meaning}: {default} here"
+    return f"{question.text}{options} [{shown}]: "
 
 
 def understand(question: Question, text: str, default: Any) -> Any:
     """The answer that a typed line stands for; nothing typed is the default."""
     if not text:
-        return None if question.optional else default
+        return None if question.meaning else default
     if question.kind == "yes":
         word = text.lower()
         if word in ("y", "yes", "true", "1", "no", "n", "false", "0"):
@@ -77,8 +147,8 @@ def understand(question: Question, text: str, default: Any) -> Any:
         number = whole_number(text)
         if question.name == "main_process_port" and (number is None or not 1 <= number <= 65535):
             raise UserError(f"{question.text} {text!r}: answer with a port, 1 to 65535")
-        if number is None or not (question.name != "machine_rank") <= number <= 65536:
-            raise UserError(f"{question.text} {text!r}: answer with a whole number")
+        if number is None or not question.least <= number <= 65536:
+            raise UserError(f"{question.text} {text!r}: answer with a whole number, {question.least} or more")
         return number
     if question.kind == "choice":
         names = [name for name, _ in question.choices]
@@ -93,9 +163,8 @@ def understand(question: Question, text: str, default: Any) -> Any:
 
 
 def _pick(question: Question, default: Any, screen: TextIO) -> Any:
-    choices = question.choices if question.kind == "choice" else (("yes", "yes"), ("no", "no"))
-    start = default if question.kind == "choice" else "yes" if default else "no"
-    position = [name for name, _ in choices].index(start)
+    choices = question.choices
+    position = [name for name, _ in choices].index(default)
     screen.write(f"{question.text}\n")
     with _keys() as keys:
         while True:
@@ -110,8 +179,7 @@ def _pick(question: Question, default: Any, screen: TextIO) -> Any:
             position = move(key, position, len(choices))
     screen.write(f" ➔ {choices[position][1]}\n")
     screen.flush()
-    answer = choices[position][0]
-    return answer if question.kind == "choice" else answer == "yes"
+    return choices[position][0]
 
 
 def move(key: str, position: int, count: int) -> int:

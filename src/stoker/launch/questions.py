@@ -1,4 +1,5 @@
-"""The questionnaire of `stoker config`: the questions people know from accelerate, with answers proposed from the machine.
+"""The questionnaire of `stoker config`: the questions people know from accelerate, in its order, with answers proposed from
+the machine. What only Stoker asks is left for `--more`, so that notes on the old dialogue still fit.
 
 Data and pure functions; `stoker.launch.ask` does the talking. Every question is also a flag of `stoker config`.
 """
@@ -9,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stoker.errors import UserError
 from stoker.launch import network
-from stoker.launch.config import Config
+from stoker.launch.config import LAUNCHERS, Config
 from stoker.launch.placement import place
 from stoker.machine import Machine
 from stoker.machine.verdicts import processes_and_threads
 
-__all__ = ["QUESTIONS", "Answers", "Question", "to_config"]
+__all__ = ["QUESTIONS", "RELEASES", "Answers", "Question", "Release", "to_config"]
 
 Answers = dict[str, Any]
 
@@ -29,11 +31,40 @@ class Question:
     """choice, yes, number or text."""
     default: Callable[[Answers, Machine], Any]
     choices: tuple[tuple[str, str], ...] = ()
-    """(answer, what is shown)."""
+    """(answer, what is shown), in accelerate's order: notes may name them by number."""
     when: Callable[[Answers], bool] = lambda answers: True
-    optional: bool = False
-    """An empty answer stands for "not given"."""
-    flag: bool = True
+    asked: str = "always"
+    """always; more: only with --more; piped: some releases of accelerate asked it, so a pipe may hold an answer to it."""
+    least: int = 1
+    """The lowest number."""
+    meaning: str = ""
+    """What an empty answer stands for, where that is not the default but "not given"."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """In what the dialogue of some releases of accelerate differs from what a terminal is asked here."""
+
+    more: frozenset[str] = frozenset()
+    fewer: frozenset[str] = frozenset()
+
+    def asks(self, question: Question, more: bool) -> bool:
+        wanted = question.asked == "always" or (more and question.asked == "more") or question.name in self.more
+        return wanted and question.name not in self.fewer
+
+
+_DEEPSPEED, _DEBUG = frozenset({"deepspeed"}), frozenset({"deepspeed", "debug"})
+RELEASES: tuple[Release, ...] = (
+    Release(),  # as here, and as accelerate's guide for IPEX shows it
+    Release(more=_DEEPSPEED),
+    Release(more=_DEBUG),  # 0.28 on
+    Release(more=_DEBUG | {"dynamo_use_regional_compilation"}),  # 1.7 on
+    Release(more=_DEEPSPEED, fewer=frozenset({"use_mpirun"})),
+    Release(more=_DEBUG, fewer=frozenset({"use_mpirun"})),  # before 0.28
+    Release(fewer=frozenset({"use_mpirun"})),
+    Release(more=_DEBUG | {"dynamo_use_regional_compilation"}, fewer=frozenset({"ipex", "mpirun_ccl"})),  # without IPEX
+)
+"""Tried in this order where answers come from a pipe."""
 
 
 def _several(answers: Answers) -> bool:
@@ -45,11 +76,11 @@ def _machines(answers: Answers) -> bool:
 
 
 def _by_mpi(answers: Answers) -> bool:
-    return answers.get("launcher") in ("impi", "mpich", "openmpi")
+    return _several(answers) and bool(answers.get("use_mpirun"))
 
 
-def _by_hand(answers: Answers) -> bool:
-    return _machines(answers) and answers.get("launcher") == "torchrun"
+def _customized(answers: Answers) -> bool:
+    return bool(answers.get("dynamo")) and bool(answers.get("dynamo_customized"))
 
 
 def _threads(answers: Answers, machine: Machine) -> int:
@@ -57,106 +88,143 @@ def _threads(answers: Answers, machine: Machine) -> int:
     return place(machine, local, oversubscribe=True)[0].threads
 
 
+_DYNAMO = (
+    "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt", "onnxrt", "tensorrt",
+    "aot_torchxla_trace_once", "torhchxla_trace_once", "tvm",
+)  # fmt: skip
+"""accelerate's list, its spelling included: notes may name a backend by number."""
+_MODES = ("default", "reduce-overhead", "max-autotune")
+
+
+def _same(names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, name) for name in names)
+
+
 QUESTIONS: tuple[Question, ...] = (
     Question(
-        "compute_environment",
-        "In which compute environment are you running?",
-        "choice",
-        lambda answers, machine: "LOCAL_MACHINE",
-        (("LOCAL_MACHINE", "This machine, or machines I can reach"),),
+        "compute_environment", "In which compute environment are you running?", "choice",
+        lambda answers, machine: "LOCAL_MACHINE", (("LOCAL_MACHINE", "This machine"),),
     ),
     Question(
-        "distributed_type",
-        "Which type of machine are you using?",
-        "choice",
+        "distributed_type", "Which type of machine are you using?", "choice",
         lambda answers, machine: "MULTI_CPU" if processes_and_threads(machine)[0] > 1 else "NO",
         (("NO", "No distributed training"), ("MULTI_CPU", "multi-CPU")),
     ),
     Question(
-        "num_machines", "How many different machines will you use?", "number", lambda answers, machine: 1, when=_several
+        "num_machines", "How many different machines will you use (use more than 1 for multi-node training)?", "number",
+        lambda answers, machine: 1, when=_several,
     ),
     Question(
-        "launcher",
-        "What shall start the processes?",
-        "choice",
-        lambda answers, machine: "torchrun",
+        "machine_rank", "What is the rank of this machine?", "number", lambda answers, machine: 0, when=_machines, least=0
+    ),
+    Question(
+        "main_process_ip", "What is the IP address of the machine that will host the main process?", "text",
+        lambda answers, machine: network.own_address() if answers.get("machine_rank", 0) == 0 else "", when=_machines,
+    ),
+    Question(
+        "main_process_port", "What is the port you will use to communicate with the main process?", "number",
+        lambda answers, machine: 29500, when=_machines,
+    ),
+    Question(
+        "same_network", "Are all the machines on the same local network?", "yes", lambda answers, machine: True,
+        when=_machines,
+    ),
+    Question(
+        "rdzv_backend", "What rendezvous backend will you use? ('static', 'c10d', ...)", "text",
+        lambda answers, machine: "static", when=lambda answers: _machines(answers) and not answers["same_network"],
+    ),
+    Question(
+        "debug", "Should distributed operations be checked while running for errors?", "yes",
+        lambda answers, machine: False, when=_several, asked="piped",
+    ),
+    Question(
+        "use_cpu", "Do you want to run your training on CPU only?", "yes", lambda answers, machine: True,
+        when=lambda answers: not _several(answers),
+    ),
+    Question(
+        "ipex", "Do you want to use Stoker's optimisations (what Intel PyTorch Extension, IPEX, was for)?", "yes",
+        lambda answers, machine: True,
+    ),
+    Question(
+        "use_mpirun", "Do you want Stoker to launch mpirun?", "yes", lambda answers, machine: False, when=_several,
+    ),
+    Question(
+        "mpirun_hostfile", "Please enter the path to the hostfile to use with mpirun", "text",
+        lambda answers, machine: "~/hostfile", when=_by_mpi,
+    ),
+    Question(
+        "mpirun_ccl", "Enter the number of oneCCL worker threads (cores of each process kept for communication)", "number",
+        lambda answers, machine: 0, when=_by_mpi, least=0,
+    ),
+    Question(
+        "launcher", "What shall start the processes?", "choice",
+        lambda answers, machine: "auto",
         (
+            ("auto", "what fits: mpirun with a hostfile, else torchrun"),
             ("torchrun", "torchrun (stoker launch on each machine)"),
             ("impi", "Intel MPI (from one machine, over ssh)"),
             ("mpich", "MPICH (from one machine, over ssh)"),
             ("openmpi", "Open MPI (from one machine, over ssh)"),
             ("slurm", "Slurm"),
         ),
-        when=_several,
+        when=_several, asked="more",
     ),
     Question(
-        "mpirun_hostfile",
-        "Where is the hostfile?",
-        "text",
-        lambda answers, machine: "~/hostfile",
-        when=lambda answers: _machines(answers) and _by_mpi(answers),
-    ),
-    Question("machine_rank", "What is the rank of this machine?", "number", lambda answers, machine: 0, when=_by_hand),
-    Question(
-        "main_process_ip",
-        "What is the IP address of the machine that will host the main process?",
-        "text",
-        lambda answers, machine: network.own_address() if answers.get("machine_rank", 0) == 0 else "",
-        when=_by_hand,
+        "dynamo", "Do you wish to optimize your script with torch dynamo?", "yes", lambda answers, machine: False,
     ),
     Question(
-        "main_process_port",
-        "What is the port you will use to communicate with the main process?",
-        "number",
-        lambda answers, machine: 29500,
-        when=_by_hand,
+        "dynamo_backend", "Which dynamo backend would you like to use?", "choice", lambda answers, machine: "inductor",
+        _same(_DYNAMO), when=lambda answers: bool(answers.get("dynamo")),
     ),
     Question(
-        "same_network",
-        "Are all the machines on the same local network?",
-        "yes",
-        lambda answers, machine: True,
-        when=_machines,
-    ),
-    Question("use_cpu", "Do you want to run your training on CPU only?", "yes", lambda answers, machine: True),
-    Question(
-        "ipex",
-        "Do you want to use Stoker's optimisations (what Intel Extension for PyTorch, IPEX, was for)?",
-        "yes",
-        lambda answers, machine: True,
+        "dynamo_customized", "Do you want to customize the defaults sent to torch.compile?", "yes",
+        lambda answers, machine: False, when=lambda answers: bool(answers.get("dynamo")),
     ),
     Question(
-        "dynamo",
-        "Do you wish to optimize your script with torch dynamo?",
-        "yes",
-        lambda answers, machine: False,
+        "dynamo_mode", "Which mode do you want to use?", "choice", lambda answers, machine: "default", _same(_MODES),
+        when=_customized,
     ),
     Question(
-        "num_processes",
-        "How many processes should be used in all?",
-        "number",
-        lambda answers, machine: answers.get("num_machines", 1) * max(processes_and_threads(machine)[0], 1),
-        when=_several,
+        "dynamo_use_fullgraph", "Do you want the fullgraph mode or it is ok to break model into several subgraphs?", "yes",
+        lambda answers, machine: False, when=_customized,
     ),
     Question(
-        "num_cpu_threads_per_process",
-        "How many threads should each process use? (empty: one per core, on whatever machine it runs)",
-        "number",
-        lambda answers, machine: _threads(answers, machine),
-        optional=True,
+        "dynamo_use_dynamic", "Do you want to enable dynamic shape tracing?", "yes", lambda answers, machine: False,
+        when=_customized,
     ),
     Question(
-        "mixed_precision",
-        "Do you wish to use mixed precision?",
-        "choice",
-        lambda answers, machine: "no",  # the same on every machine: precision is what the person asks for
-        (("no", "no"), ("bf16", "bf16"), ("fp16", "fp16")),
+        "dynamo_use_regional_compilation", "Do you want to enable regional compilation?", "yes",
+        lambda answers, machine: False, when=_customized, asked="piped",
     ),
-)
+    Question(
+        "deepspeed", "Do you want to use DeepSpeed?", "yes", lambda answers, machine: False,
+        when=lambda answers: not _several(answers), asked="piped",
+    ),
+    Question(
+        "num_processes", "How many processes should be used for distributed training?", "number",
+        lambda answers, machine: answers.get("num_machines", 1) * max(processes_and_threads(machine)[0], 1), when=_several,
+    ),
+    Question(
+        "num_cpu_threads_per_process", "How many threads should each process use?", "number",
+        lambda answers, machine: _threads(answers, machine), asked="more", meaning="one per core of the machine it runs on",
+    ),
+    Question(
+        "mixed_precision", "Do you wish to use mixed precision?", "choice",
+        lambda answers, machine: "bf16" if machine.isa.bf16_units else "no", _same(("no", "fp16", "bf16", "fp8")),
+    ),
+)  # fmt: skip
+assert {name for question in QUESTIONS if question.name == "launcher" for name, _ in question.choices} == set(LAUNCHERS)
 
 
 def to_config(answers: Answers) -> Config:
+    if answers.get("deepspeed"):
+        raise UserError("DeepSpeed is not launched by Stoker, which trains on CPUs; answer no")
     several = answers.get("distributed_type") == "MULTI_CPU"
+    kept = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")
+    compiled = {name: answers[name] for name in kept if name in answers}
+    other: dict[str, Any] = {"dynamo_config": compiled} if compiled else {}
+    if answers.get("debug"):
+        other["debug"] = True
     return Config(
         distributed_type="MULTI_CPU" if several else "NO",
         num_machines=answers.get("num_machines", 1) if several else 1,
@@ -165,11 +233,14 @@ def to_config(answers: Answers) -> Config:
         main_process_ip=answers.get("main_process_ip") or None,
         main_process_port=answers.get("main_process_port"),
         mixed_precision=answers.get("mixed_precision", "no"),
+        rdzv_backend=answers.get("rdzv_backend") or "static",
         same_network=answers.get("same_network", True),
         use_cpu=answers.get("use_cpu", True),
         ipex=answers.get("ipex", True),
-        dynamo_backend="inductor" if answers.get("dynamo") else "no",
+        dynamo_backend=answers.get("dynamo_backend", "inductor") if answers.get("dynamo") else "no",
         hostfile=answers.get("mpirun_hostfile") or None,
+        ccl_workers=answers.get("mpirun_ccl") or None,
         threads=answers.get("num_cpu_threads_per_process"),
         launcher=answers.get("launcher", "auto"),
+        other=other,
     )
