@@ -24,8 +24,9 @@ from typing import Any
 from attack import sandbox
 from attack.case import chance_of
 from attack.command_lines import flat, good_training
+from attack.rank_kills import attack_ranks
 
-__all__ = ["attack"]
+__all__ = ["attack", "fresh", "weights_of"]
 
 Fork = Callable[[Callable[[], int], float], "int | None"]
 _LONGEST = 240.0
@@ -49,26 +50,28 @@ _undisturbed: dict[str, Undisturbed] = {}
 
 def attack(request: dict[str, Any], fork: Fork, work: Path) -> dict[str, Any]:
     """One run with its kills: what was found, and how many kills there were."""
-    r = chance_of(request["seed"], "kill", request["number"])
-    task = r.choice(list(_TASKS))
+    r = chance_of(request["seed"], request["kind"], request["number"])
     folder = work / "kill"
+    if request["kind"] == "rankkill":
+        return attack_ranks(r, folder, work, _argv("qa"))
+    task = r.choice(list(_TASKS))
     if task not in _undisturbed:
         _undisturbed[task] = _leave_alone(task, fork, folder, work)
     plain = _undisturbed[task]
-    _fresh(folder)
+    fresh(folder, work)
     story: list[str] = []
     failures: list[str] = []
     kills = 0
     for moment in [_draw(r, plain) for _ in range(r.choice((1, 1, 2, 3)))]:
-        code = fork(lambda moment=moment: _train(task, folder, work, moment), _LONGEST)  # type: ignore[misc]
+        code = fork(lambda moment=moment: _train(task, folder, moment), _LONGEST)  # type: ignore[misc]
         kills += code == -signal.SIGKILL
         story.append(f"{moment}: {code}")
         failures += _judge(code, folder, (0, -signal.SIGKILL)) + _checkpoints(fork, folder)
     if code != 0:
-        code = fork(lambda: _train(task, folder, work, None), _LONGEST)
+        code = fork(lambda: _train(task, folder, None), _LONGEST)
         story.append(f"to the end: {code}")
         failures += _judge(code, folder, (0,)) + _checkpoints(fork, folder)
-    if code == 0 and _weights(folder) != plain.weights:
+    if code == 0 and weights_of(folder) != plain.weights:
         failures.append(f"different: the model of {task} is another than without kills")
     failures += [f"leftover: {name}" for name in _left(folder)]
     answer: dict[str, Any] = {"failures": failures, "kills": kills, "code": code, "story": story}
@@ -84,28 +87,37 @@ def _draw(r: random.Random, plain: Undisturbed) -> tuple[str, float, float]:
     return kind, r.randrange(plain.calls), r.choice((0.0, r.uniform(0, 0.001), r.uniform(0, 0.02)))
 
 
-def _fresh(folder: Path) -> None:
+def fresh(folder: Path, work: Path) -> None:
+    """A folder to train in, with nothing in it but the inputs."""
     folder.mkdir(exist_ok=True)
     sandbox.clear(folder)
     for name in ("cwd", "home", "cache", "tmp"):
         (folder / name).mkdir()
+    for name in ("model", "train.json", "dev.json", "train.tsv", "dev.tsv"):
+        (folder / "cwd" / name).symlink_to(work / "base" / name)
+
+
+def _argv(task: str) -> list[str]:
+    options = [option for option in good_training(task) if option[0] != "--max_steps"]
+    return ["train", task, *flat(options), *_TASKS[task], "--max_steps", "8", "--save_steps", "2",
+            "--save_total_limit", "2", "--learning_rate", "1e-3"]  # fmt: skip
 
 
 def _leave_alone(task: str, fork: Fork, folder: Path, work: Path) -> Undisturbed:
-    _fresh(folder)
+    fresh(folder, work)
     begin = time.monotonic()
-    code = fork(lambda: _train(task, folder, work, None), _LONGEST)
+    code = fork(lambda: _train(task, folder, None), _LONGEST)
     seconds = time.monotonic() - begin
     if code != 0:
         raise RuntimeError(f"the training without kills ended with {code}: {(folder / 'error').read_text()[-2000:]}")
-    return Undisturbed(_weights(folder), seconds, int((folder / "calls").read_text()))
+    return Undisturbed(weights_of(folder), seconds, int((folder / "calls").read_text()))
 
 
-def _weights(folder: Path) -> str:
+def weights_of(folder: Path) -> str:
     return hashlib.sha256((folder / "cwd" / "out" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def _train(task: str, folder: Path, work: Path, moment: tuple[str, float, float] | None) -> int:
+def _train(task: str, folder: Path, moment: tuple[str, float, float] | None) -> int:
     """`stoker train` in this fork, with its end prepared."""
     import tempfile
 
@@ -116,12 +128,7 @@ def _train(task: str, folder: Path, work: Path, moment: tuple[str, float, float]
     for number, name in ((1, "output"), (2, "error")):
         os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    for name in ("model", "train.json", "dev.json", "train.tsv", "dev.tsv"):
-        if not os.path.islink(name):
-            os.symlink(work / "base" / name, name)
-    options = [option for option in good_training(task) if option[0] != "--max_steps"]
-    argv = ["train", task, *flat(options), *_TASKS[task], "--max_steps", "8", "--save_steps", "2",
-            "--save_total_limit", "2", "--learning_rate", "1e-3"]  # fmt: skip
+    argv = _argv(task)
     sys.argv = ["stoker", *argv]
     import stoker.tasks.run
     from stoker.cli import main

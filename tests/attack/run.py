@@ -69,6 +69,7 @@ def draw(seed: int, cases: int, kills: int) -> list[dict[str, Any]]:
     ]
     # A run is killed once or more, so that these are more than enough.
     requests += [{"seed": seed, "kind": "kill", "number": number} for number in range(kills)]
+    requests += [{"seed": seed, "kind": "rankkill", "number": number} for number in range(kills // 20)]
     random.Random(seed).shuffle(requests)
     return requests
 
@@ -151,7 +152,7 @@ def main() -> int:
         requests = draw(options.seed, options.cases, options.kills)
         requests = [one for one in requests if not options.kind or one["kind"] in options.kind]
     print(
-        f"seed {options.seed}: {sum(one['kind'] != 'kill' for one in requests)} cases, {options.kills} kills",
+        f"seed {options.seed}: {sum(not one['kind'].endswith('kill') for one in requests)} cases, {options.kills} kills",
         flush=True,
     )
     begin, counts, kinds = time.monotonic(), Counter[str](), Counter[str]()
@@ -165,10 +166,8 @@ def main() -> int:
                 with open(options.log, "a", encoding="utf-8") as file:
                     file.write(json.dumps(answer) + "\n")
         if seen % 200 == 0:
-            print(
-                f"after {time.monotonic() - begin:.0f} s: {seen - kinds['kill']} cases, {counts['kills']} kills",
-                flush=True,
-            )
+            cases = seen - kinds["kill"] - kinds["rankkill"]
+            print(f"after {time.monotonic() - begin:.0f} s: {cases} cases, {counts['kills']} kills", flush=True)
     return summary(options.seed, counts, kinds, time.monotonic() - begin)
 
 
@@ -177,7 +176,7 @@ def _short(answer: dict[str, Any]) -> str:
 
 
 def summary(seed: int, counts: Counter[str], kinds: Counter[str], seconds: float) -> int:
-    rows = [("cases", sum(kinds.values()) - kinds["kill"]), ("kills", counts.pop("kills", 0))]
+    rows = [("cases", sum(kinds.values()) - kinds["kill"] - kinds["rankkill"]), ("kills", counts.pop("kills", 0))]
     bad = {
         name: counts.pop(name, 0)
         for name in ("traceback", "hang", "crash", "code", "silent", "message", "lost", "different")

@@ -51,7 +51,7 @@ def main() -> None:
     print("READY", json.dumps(told), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        if request["kind"] == "kill":
+        if request["kind"] in ("kill", "rankkill"):
             print("RESULT", json.dumps({**request, **kills.attack(request, fork, WORK)}), flush=True)
             continue
         if request["kind"] == "planted":
@@ -86,7 +86,8 @@ def _import_everything() -> None:
     names = ["transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert", "matplotlib.pyplot",
              "stoker.tasks.qa.train", "stoker.tasks.qa.ask", "stoker.tasks.classify.train", "stoker.tasks.demo.run",
              "stoker.report.page", "stoker.launch.start", "stoker.plan.rates", "stoker.plan.draw", "pyarrow.parquet",
-             "transformers.integrations", "stoker.tasks.card", "torch.utils.data", "torch._dynamo"]  # fmt: skip
+             "transformers.integrations", "stoker.tasks.card", "torch.utils.data", "torch._dynamo",
+             "encodings.utf_8_sig", "encodings.utf_16", "encodings.utf_32", "encodings.latin_1", "encodings.idna"]  # fmt: skip
     from stoker.cli.commands import COMMANDS
 
     for name in [*names, *(command.module for command in COMMANDS)]:

@@ -1,0 +1,142 @@
+"""SIGKILL at a drawn moment to a process of a training in two ranks: the launcher, a rank, or whatever they have started.
+
+Everything must end with it: no process, no file in TMPDIR or /dev/shm stays. The same command then goes on from the last
+checkpoint, and ends with the bytes of a run that was left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from attack import sandbox
+
+__all__ = ["attack_ranks"]
+
+_LONGEST = 240.0
+_PATIENCE = 60.0
+"""Seconds for the others to end after a kill. A launch that has lost a rank gives the other one time to end by itself."""
+_undisturbed: dict[str, tuple[float, str]] = {}
+
+
+def attack_ranks(r: random.Random, folder: Path, work: Path, argv: list[str]) -> dict[str, Any]:
+    """What was found, the number of kills, and how it went."""
+    from attack.kills import fresh, weights_of
+
+    backend = r.choice(("gloo", "ccl"))
+    argv = [*argv, "--ddp_backend", backend]
+    if backend not in _undisturbed:
+        fresh(folder, work)
+        begin = time.monotonic()
+        code = _run(folder, argv, None)[0]
+        if code != 0:
+            raise RuntimeError(f"two ranks without kills ended with {code}: {_said(folder)}")
+        _undisturbed[backend] = time.monotonic() - begin, weights_of(folder)
+    seconds, weights = _undisturbed[backend]
+    fresh(folder, work)
+    shared = set(os.listdir("/dev/shm"))
+    moment = (r.uniform(0.1, 1.0) * seconds, r.random())
+    code, victim = _run(folder, argv, moment)
+    story, failures = [f"{victim} after {moment[0]:.1f} s: {code}"], []
+    if code is None:
+        failures.append("hang: a launch did not end after a kill")
+    failures += _left(folder, shared)
+    if code != 0:
+        code = _run(folder, argv, None)[0]
+        story.append(f"to the end: {code}")
+    if code != 0:
+        failures.append(f"code: the launch that goes on ended with {code}")
+    elif weights_of(folder) != weights:
+        failures.append("different: the model of two ranks is another than without kills")
+    failures += _left(folder, shared)
+    answer = {"failures": failures, "kills": int(victim is not None), "code": code, "story": story}
+    return answer | ({"error": _said(folder)} if failures else {})
+
+
+def _said(folder: Path) -> str:
+    return (folder / "error").read_text(errors="replace")[-3000:]
+
+
+def _run(folder: Path, argv: list[str], moment: tuple[float, float] | None) -> tuple[int | None, str | None]:
+    """The launch's exit code, None if it had to be ended, and the process that was killed."""
+    child = os.fork()
+    if child == 0:
+        _become(folder, argv)
+    victim = None
+    if moment is not None:
+        time.sleep(moment[0])
+        alive = [child, *_below(child)]
+        number = alive[int(moment[1] * len(alive))]
+        victim = _name(number)
+        with contextlib.suppress(OSError):
+            os.kill(number, signal.SIGKILL)
+    end = time.monotonic() + (_LONGEST if moment is None else _PATIENCE)
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status), victim
+        time.sleep(0.1)
+    for number in [child, *_below(child)]:
+        with contextlib.suppress(OSError):
+            os.kill(number, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None, victim
+
+
+def _become(folder: Path, argv: list[str]) -> None:
+    try:
+        os.setsid()
+        os.chdir(folder / "cwd")
+        for number, name in ((1, "output"), (2, "error")):
+            os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+        variables = {**os.environ, "HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"),
+                     "XDG_CACHE_HOME": str(folder.parent / "rates"), "STOKER_CCL_BACKEND": "python"}  # fmt: skip
+        words = [sys.executable, "-m", "stoker", "launch", "-n", "2", "--oversubscribe", "-m", "stoker", *argv]
+        os.execve(sys.executable, words, variables)
+    finally:
+        os._exit(99)
+
+
+def _below(parent: int) -> list[int]:
+    """The processes that `parent` has started, and those that they have."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{parent}/task"):
+            for number in Path(f"/proc/{parent}/task/{task}/children").read_text().split():
+                found += [int(number), *_below(int(number))]
+    return found
+
+
+def _name(number: int) -> str:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
+        return b" ".join(words[1:5]).decode(errors="replace")[:60] or "a process that was ending"
+    return "a process that had ended"
+
+
+def _left(folder: Path, shared: set[str]) -> list[str]:
+    """After a while, in which what was told to end does."""
+    end = time.monotonic() + _PATIENCE
+    while sandbox.children() and time.monotonic() < end:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        time.sleep(0.1)
+    found = [f"leftover: process {name}" for _, name in sandbox.children()]
+    for number, _ in sandbox.children():
+        with contextlib.suppress(OSError):
+            os.kill(number, signal.SIGKILL)
+            os.waitpid(number, 0)
+    for name in os.listdir(folder / "tmp"):
+        found.append(f"leftover: TMPDIR/{name}")
+        shutil.rmtree(folder / "tmp" / name, ignore_errors=True)
+    for name in set(os.listdir("/dev/shm")) - shared:
+        found.append(f"leftover: /dev/shm/{name}")
+        os.unlink(f"/dev/shm/{name}")
+    return found
