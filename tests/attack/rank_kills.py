@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -47,7 +46,7 @@ def attack_ranks(r: random.Random, folder: Path, work: Path, argv: list[str]) ->
     story, failures = [f"{victim} after {moment[0]:.1f} s: {code}"], []
     if code is None:
         failures.append("hang: a launch did not end after a kill")
-    failures += _left(folder, shared)
+    failures += _left(folder, shared, killed=True)
     if code != 0:
         code = _run(folder, argv, None)[0]
         story.append(f"to the end: {code}")
@@ -55,7 +54,7 @@ def attack_ranks(r: random.Random, folder: Path, work: Path, argv: list[str]) ->
         failures.append(f"code: the launch that goes on ended with {code}")
     elif weights_of(folder) != weights:
         failures.append("different: the model of two ranks is another than without kills")
-    failures += _left(folder, shared)
+    failures += _left(folder, shared, killed=False)
     answer = {"failures": failures, "kills": int(victim is not None), "code": code, "story": story}
     return answer | ({"error": _said(folder)} if failures else {})
 
@@ -121,8 +120,8 @@ def _name(number: int) -> str:
     return "a process that had ended"
 
 
-def _left(folder: Path, shared: set[str]) -> list[str]:
-    """After a while, in which what was told to end does."""
+def _left(folder: Path, shared: set[str], *, killed: bool) -> list[str]:
+    """After a while, in which what was told to end does. What `kill -9` leaves in TMPDIR is for the next launch to remove."""
     end = time.monotonic() + _PATIENCE
     while sandbox.children() and time.monotonic() < end:
         with contextlib.suppress(ChildProcessError):
@@ -133,9 +132,7 @@ def _left(folder: Path, shared: set[str]) -> list[str]:
         with contextlib.suppress(OSError):
             os.kill(number, signal.SIGKILL)
             os.waitpid(number, 0)
-    for name in os.listdir(folder / "tmp"):
-        found.append(f"leftover: TMPDIR/{name}")
-        shutil.rmtree(folder / "tmp" / name, ignore_errors=True)
+    found += [f"leftover: TMPDIR/{name}" for name in os.listdir(folder / "tmp") if not killed]
     for name in set(os.listdir("/dev/shm")) - shared:
         found.append(f"leftover: /dev/shm/{name}")
         os.unlink(f"/dev/shm/{name}")
