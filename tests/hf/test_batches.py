@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,13 @@ def test_similar_lengths_come_together() -> None:
         )
 
     assert spread(True) < 0.3 * spread(False)
+
+
+def test_batches_of_similar_lengths_come_in_an_order_without_pattern() -> None:
+    lengths = np.random.default_rng(0).integers(5, 500, 400)
+    longest = [int(lengths[batch].max()) for batch in EpochBatches(lengths, rows=4, similar=True)]
+    falls = sum(later < earlier for earlier, later in pairwise(longest))
+    assert 30 < falls < 70, "99 pairs of neighbours; sorted as in stock, nearly all would fall"
 
 
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
