@@ -12,6 +12,7 @@ import pytest
 import transformers
 from transformers import HfArgumentParser
 
+from stoker.errors import UserError
 from stoker.hf import arguments as module
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.backend import choose
@@ -133,5 +134,5 @@ def test_no_number_may_be_infinite_or_nan(value: float, tmp_path: Path) -> None:
     for name in [*numbers, "warmup_ratio", "neftune_noise_alpha", "local_sgd_outer_lr"]:
         with pytest.raises(ValueError, match=rf"{name} is .*; it must be a finite number"):
             TrainingArguments(str(tmp_path), **{name: value})
-    with pytest.raises(ValueError, match="learning_rate is"):
+    with pytest.raises(UserError, match="learning_rate is"):  # which `stoker launch` answers with its sentence alone
         parse("--output_dir", str(tmp_path), f"--learning_rate={value}")

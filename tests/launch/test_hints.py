@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,10 @@ def test_other_failures_get_no_line(tmp_path: Path) -> None:
     flat = tmp_path / "flat.json"
     flat.write_text(json.dumps({"data": [{"question": "?"}]}))
     assert hints(ValueError("x"), [str(flat), "missing.json", "--x"]) == []
+
+
+def test_looking_for_a_hint_neither_waits_nor_fails(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "torn.json.gz").write_bytes(gzip.compress(b"x" * 5000)[:10] + b"\xff" * 50)
+    words = [str(tmp_path / "pipe.json"), str(tmp_path / "torn.json.gz"), str(tmp_path), "a\0.json"]
+    assert hints(KeyError("question"), words) == []

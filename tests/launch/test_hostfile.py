@@ -20,7 +20,9 @@ def test_every_dialect_is_read() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["-oProxyCommand=x", "a;b", "$(x)", "`x`", "a|b", "a'b"])
+@pytest.mark.parametrize(
+    "name", ["-oProxyCommand=x", "a;b", "$(x)", "`x`", "a|b", "a'b", "fe80::1%$(x)", "fe80::1%a;b"]
+)
 def test_what_a_shell_or_ssh_could_take_for_something_else_is_no_host(name: str) -> None:
     with pytest.raises(UserError, match=r"line 2: .* is not a host name"):
         parse(f"ok\n{name}\n")

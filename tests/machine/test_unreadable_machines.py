@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -57,6 +59,32 @@ def test_every_file_may_be_a_directory(tree_path: Path) -> None:
     for file in [path for path in root.rglob("*") if path.is_file()]:
         file.unlink()
         file.mkdir()
+    assert Machine.read(root).cpus == ()
+
+
+LONG_NUMBER = b"9" * 5000
+
+
+def test_every_number_may_have_5000_digits_and_every_file_may_be_a_pipe_or_a_device(tree_path: Path) -> None:
+    """Of each kind of file one at a time, and all at once."""
+    root = lay_out(container(), tree_path)
+    files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    texts = {path: path.read_bytes() for path in files}
+    long = {path: re.sub(rb"[0-9]+", LONG_NUMBER, text) for path, text in texts.items()}
+    for path in files:
+        if "/cpu/cpu" not in str(path) or "/cpu/cpu0/" in str(path):
+            path.write_bytes(long[path])
+            assert page_of(Machine.read(root))
+            path.write_bytes(texts[path])
+    for path in files:
+        path.write_bytes(long[path])
+    assert page_of(Machine.read(root))
+    for path in files:
+        path.unlink()
+        os.mkfifo(path)
+    assert Machine.read(root).cpus == ()
+    (root / "proc" / "cpuinfo").unlink()
+    (root / "proc" / "cpuinfo").symlink_to("/dev/zero")
     assert Machine.read(root).cpus == ()
 
 

@@ -15,17 +15,22 @@ import torch
 import transformers
 
 from stoker.comm.words import COMPRESSIONS, check_words, from_environment
+from stoker.errors import UserError
 from stoker.hf.backend import choose
 from stoker.hf.retired import RETIRED, Retired
 from stoker.numbers import whole_number
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
 
-__all__ = ["TrainingArguments", "several_processes"]
+__all__ = ["InvalidArgument", "TrainingArguments", "several_processes"]
 
 log = logging.getLogger("stoker")
 
 _TODAY = {one.name for one in dataclasses.fields(transformers.TrainingArguments)}
+
+
+class InvalidArgument(UserError, ValueError):
+    """A ValueError, as transformers raises it; under `stoker launch` one sentence instead of a traceback."""
 
 
 def _retired_field(row: Retired) -> tuple[str, Any, Any]:
@@ -119,7 +124,7 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
             self.train_sampling_strategy = "group_by_length"
         elif row.name == "warmup_ratio":
             if not 0 <= value <= 1:
-                raise ValueError(f"warmup_ratio is {value}; it must be a share of the steps, 0 to 1")
+                raise InvalidArgument(f"warmup_ratio is {value}; it must be a share of the steps, 0 to 1")
             if value and not getattr(self, "warmup_steps", 0):
                 self.warmup_steps = min(value, math.nextafter(1.0, 0.0))  # 1 would be one step, not all of them
         elif row.name == "logging_dir":
@@ -188,7 +193,7 @@ def _refuse_non_finite(args: TrainingArguments) -> None:
         value = getattr(args, one.name, None)
         if isinstance(value, float) and not math.isfinite(value):
             instead = "; 0 turns clipping off" if one.name == "max_grad_norm" else ""
-            raise ValueError(f"{one.name} is {value}; it must be a finite number{instead}")
+            raise InvalidArgument(f"{one.name} is {value}; it must be a finite number{instead}")
 
 
 def several_processes() -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import os
+import zlib
 from collections.abc import Iterator, Sequence
 
 __all__ = ["hints"]
@@ -69,7 +71,9 @@ def _is_about_data(error: BaseException) -> bool:
 def _is_nested_squad(path: str) -> bool:
     if not path.endswith((".json", ".json.gz")):
         return False
-    with contextlib.suppress(OSError, EOFError):
+    if not os.path.isfile(path):  # opening a pipe might wait without end
+        return False
+    with contextlib.suppress(OSError, EOFError, zlib.error):
         with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
             start = file.read(4096)
         return b'"data"' in start and b'"paragraphs"' in start

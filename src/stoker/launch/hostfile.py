@@ -73,7 +73,8 @@ def _is_address(text: str) -> bool:
         ipaddress.ip_address(text.split("%")[0])
     except ValueError:
         return False
-    return True
+    # What follows the % names an interface, and reaches ssh and mpirun with the address.
+    return "%" not in text or _NAME.fullmatch(text.split("%", 1)[1]) is not None
 
 
 def check(

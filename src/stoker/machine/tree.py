@@ -7,11 +7,15 @@ raises.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 __all__ = ["Tree", "parse_cpu_list", "parse_size"]
 
 _HIGHEST_CPU = 1 << 16  # the kernel's NR_CPUS is 8192 at most; a larger number means a broken file
+_LONG_NUMBER = re.compile(r"[0-9]{40,}")
+_MOST_PIECES = 1024
+"""Of 64 KiB; a file that has more is a device."""
 
 
 class Tree:
@@ -26,18 +30,19 @@ class Tree:
         """The contents of the file at the absolute `path`, without surrounding white space."""
         # os.open rather than open: a large machine has thousands of these files, and this takes a third of the time.
         try:
-            handle = os.open(self._prefix + path, os.O_RDONLY | os.O_CLOEXEC)
+            # Not blocking: in a copy of another machine's tree a file may be a pipe.
+            handle = os.open(self._prefix + path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError):
             return None
         try:
-            pieces = []
-            while piece := os.read(handle, 1 << 16):
+            pieces: list[bytes] = []
+            while len(pieces) < _MOST_PIECES and (piece := os.read(handle, 1 << 16)):
                 pieces.append(piece)
         except OSError:
             return None
         finally:
             os.close(handle)
-        return b"".join(pieces).decode("utf-8", "replace").strip()
+        return _without_odd_digits(b"".join(pieces).decode("utf-8", "replace").strip())
 
     def number(self, path: str) -> int | None:
         try:
@@ -58,6 +63,13 @@ class Tree:
 
     def has_directory(self, path: str) -> bool:
         return os.path.isdir(self._prefix + path)
+
+
+def _without_odd_digits(text: str) -> str:
+    """Whatever passes str.isdigit() hereafter, int() takes: only a broken file has numbers that it does not."""
+    if not text.isascii():
+        text = "".join(one for one in text if one.isascii() or not one.isdigit())
+    return _LONG_NUMBER.sub("?", text)
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...] | None:
