@@ -1,7 +1,9 @@
-"""A script with a Trainer: `elastic_script.py --output_dir DIR [--kill_at STEP] [--wait_at STEP] [--own] [--dropout X]`.
+"""A script with a Trainer: `elastic_script.py --output_dir DIR [--kill_at STEP] [--wait_at STEP] [--stop_at STEP] [--own]
+[--dropout X]`.
 
 transformers' Trainer, or with --own Stoker's. In the first attempt, rank 1 ends itself with SIGKILL in the step of --kill_at,
-or in that of --wait_at makes DIR/waiting and trains no further. Rank 0 writes the sum of the weights to DIR/result.txt.
+or in that of --wait_at makes DIR/waiting and trains no further. In the step of --stop_at the last rank sends itself SIGTERM,
+once in the life of DIR. Rank 0 writes the sum of the weights to DIR/result.txt.
 """
 
 import os
@@ -23,10 +25,11 @@ else:
 parser = HfArgumentParser(TrainingArguments)
 parser.add_argument("--kill_at", type=int, default=-1)
 parser.add_argument("--wait_at", type=int, default=-1)
+parser.add_argument("--stop_at", type=int, default=-1)
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--own", action="store_true")
 args, rest = parser.parse_args_into_dataclasses()
-waiting = Path(args.output_dir) / "waiting"
+waiting, stopped = Path(args.output_dir) / "waiting", Path(args.output_dir) / "stopped"
 
 
 class Killed(Trainer):
@@ -37,6 +40,10 @@ class Killed(Trainer):
         if args.process_index == 1 and self.state.global_step == rest.wait_at and not waiting.exists():
             waiting.touch()
             time.sleep(60)
+        last = args.process_index == args.world_size - 1
+        if last and self.state.global_step == rest.stop_at and not stopped.exists():
+            stopped.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
         return super().compute_loss(*positional, **named)
 
 

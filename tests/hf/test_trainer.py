@@ -15,6 +15,7 @@ import transformers
 from hf import tiny
 from stoker.errors import UserError
 from stoker.hf import checkpoints
+from stoker.hf.checkpointing import command
 from stoker.hf.meter import Meter, Work, training_flops
 from stoker.hf.trainer import NonFiniteLoss
 from stoker.report.log import read_run
@@ -317,6 +318,26 @@ def test_an_interrupt_during_evaluation_saves_at_once(tree_path: Path) -> None:
         trainer.train()
     assert stop.value.code == 143
     assert names(tree_path) == ["checkpoint-2"]
+
+
+def test_ranks_of_another_launcher_are_told_to_be_started_as_before(
+    tree_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_launches", [])
+    trainer = tiny.trainer(tree_path)
+    trainer.resume_arguments = ["train", "qa"]
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    for launch, shown in (
+        (None, "To go on, started in 2 processes as before:\n  stoker train qa --resume_from_checkpoint c"),
+        (command.Launch(("stoker", "launch", "s.py"), outer="Intel MPI"),
+         "To go on, started in 2 processes by Intel MPI as before:\n  stoker launch s.py train qa --resume"),
+        (command.Launch(("stoker", "launch", "-n", "2", "s.py")), "To go on:\n  stoker launch -n 2 s.py train qa --resume"),
+    ):  # fmt: skip
+        if launch is not None:
+            command.launched_as(launch)
+        assert shown in trainer._how_to_go_on(Path("c"))
+    command.launched_as(command.Launch(("stoker",), tells=True))
+    assert trainer._how_to_go_on(Path("c")) == ""
 
 
 def test_work_counts_products_and_attention() -> None:

@@ -346,15 +346,6 @@ def test_a_hub_data_set_without_the_package_is_one_sentence(
     assert "pip install 'stoker[hub]'" in capsys.readouterr().err
 
 
-def test_the_command_that_goes_on_neither_starts_over_nor_goes_back() -> None:
-    from stoker.launch.resume import going_on
-
-    words = "--a 1 --overwrite_output_dir --b --resume_from_checkpoint out/checkpoint-2 --c=x"
-    assert " ".join(going_on(words.split())) == "--a 1 --b --c=x"
-    words = "--overwrite_output_dir True --b 2 --resume-from-checkpoint=out/checkpoint-2"
-    assert " ".join(going_on(words.split())) == "--b 2"
-
-
 def test_a_file_of_options_means_its_words(tmp_path: Path) -> None:
     from stoker.tasks.options import OptionParser, words_of
     from stoker.tasks.qa.train import QaOptions

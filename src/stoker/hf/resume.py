@@ -11,8 +11,6 @@ import hashlib
 import json
 import random
 import re
-import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,12 @@ import torch
 from torch import nn
 
 from stoker.errors import UserError
-from stoker.hf.secrets import without_secrets
 
 __all__ = [
     "NAME",
     "RandomNumbers",
     "aside",
     "check",
-    "command_of_script",
     "data_facts",
     "facts_of",
     "random_numbers",
@@ -177,13 +173,3 @@ def _differences(before: dict[str, Any], now: dict[str, Any], hide: tuple[str, .
         for name in now
         if name not in hide and name in before and before[name] != now[name]
     ]
-
-
-def command_of_script(checkpoint: Path) -> str:
-    """How to go on with a script of the user's: its own command line if that can say so, else the line of Python."""
-    if any(word.startswith("--output_dir") for word in sys.argv):
-        # The last of a repeated option counts.
-        return shlex.join(
-            [sys.executable, *without_secrets(sys.argv, None), "--resume_from_checkpoint", str(checkpoint)]
-        )
-    return f'trainer.train(resume_from_checkpoint="{checkpoint}")'

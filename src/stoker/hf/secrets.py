@@ -13,6 +13,8 @@ _SECRET_VARIABLE = re.compile(
     r"(.*_)?(token|password|passwd|secret|credentials?|api_?key|access_key|private_key)(_.*)?", re.IGNORECASE
 )
 _SET_VARIABLE = ("-genv", "--genv")
+_MPI_WORDS = ("--extra_mpi_params", "--extra-mpi-params")
+"""Options of `stoker launch`. The value of the latter is a line for mpirun, which may set variables too."""
 
 
 def is_secret(variable: str) -> bool:
@@ -29,6 +31,10 @@ def without_secrets(words: Sequence[str], instead: str | None = HIDDEN) -> list[
         option, equals, value = word.partition("=")
         if option in _SET_VARIABLE:
             kept += _without_secret_variable(option, value if equals else None, rest, instead)
+        elif option in _MPI_WORDS:
+            typed = [word] if equals else [word, *(() if (value := next(rest, "")) == "" else (value,))]
+            hidden = value == HIDDEN or any(is_secret(name) for name in re.split(r"[\s=,'\"]+", value))
+            kept += typed if not hidden else [] if instead is None else [option, instead]
         elif _SECRET.fullmatch(option.replace("-", "_").replace("__", "--", 1)):
             value_follows = not equals
             kept += [] if instead is None else [f"{option}={instead}" if equals else option]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shlex
 import shutil
 import sys
 import time
@@ -28,7 +27,7 @@ from stoker.errors import UserError, first_line
 from stoker.hf import checkpoints, resume
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.batches import EpochBatches, lengths_of
-from stoker.hf.checkpointing import choice, lock
+from stoker.hf.checkpointing import choice, command, lock
 from stoker.hf.distributed import Ranks, averages_own_loss
 from stoker.hf.interrupts import Interrupted, Interrupts
 from stoker.hf.meter import Meter
@@ -76,7 +75,8 @@ class Trainer(PublishingTrainer):
         self._asked: tuple[Any, Any] = (None, None)
         self._staged: Path | None = None
         self._pushes: list[str] = []
-        self.resume_command: str | None = None
+        self.resume_arguments: list[str] | None = None
+        """Of the `stoker` command that runs this; None in a script."""
         self.recorder = Recorder(self)
         self.ranks = Ranks(self)
         if self.model is not None and averages_own_loss(self.model):
@@ -529,17 +529,19 @@ class Trainer(PublishingTrainer):
         assert received is not None
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         if self.is_world_process_zero():
-            command = resume.command_of_script(checkpoint)
-            if self.resume_command:
-                command = f"{self.resume_command} --resume_from_checkpoint {shlex.quote(str(checkpoint))}"
-            started = f", started in {self.args.world_size} processes as before" if self.args.world_size > 1 else ""
-            print(
-                f"Stopped by {self._interrupts.name} after step {self.state.global_step}; saved {checkpoint}.\n"
-                f"To go on{started}:\n  {command}",
-                file=sys.stderr,
-                flush=True,
-            )
+            stopped = f"Stopped by {self._interrupts.name} after step {self.state.global_step}; saved {checkpoint}."
+            print(stopped + self._how_to_go_on(checkpoint), file=sys.stderr, flush=True)
         raise Interrupted(received)
+
+    def _how_to_go_on(self, checkpoint: Path) -> str:
+        """In words for the screen; empty where the launcher of the ranks says it for all of them."""
+        launch, count = command.launch(), self.args.world_size
+        if launch is not None and launch.tells:
+            return ""
+        by_hand = count > 1 and (launch is None or launch.outer is not None)
+        outer = f" by {launch.outer}" if launch is not None and launch.outer else ""
+        started = f", started in {count} processes{outer} as before" if by_hand else ""
+        return f"\nTo go on{started}:\n{command.resuming(checkpoint, self.resume_arguments)}"
 
     def _interrupted(self) -> bool:
         """Every rank must stop after the same step, whichever of them got the signal."""

@@ -25,6 +25,7 @@ from typing import NoReturn
 
 from stoker import streams
 from stoker.errors import UserError
+from stoker.hf.checkpointing import command
 from stoker.launch import allocators, binding, exchange, handover, hints, output
 from stoker.launch.environment import Rank, discover
 from stoker.launch.settings import Settings
@@ -44,6 +45,8 @@ def main(arguments: list[str]) -> NoReturn:
     if arguments[0] == handover.FLAG:
         told = _handed_over()
     settings, script, rest = Settings.from_word(told[0]), told[1], told[2:]
+    if settings.launched:
+        command.launched_as(command.Launch(settings.launched, settings.tells, settings.outer))
     rank: Rank | None = None
     screen = 2
     try:

@@ -48,6 +48,12 @@ class Settings:
     """A launcher of ours started this; without its rank variables something is wrong."""
     environment: tuple[tuple[str, str], ...] = ()
     """-genv: set before the script starts."""
+    launched: tuple[str, ...] = ()
+    """The command line of the launch up to the script, with its secrets hidden: part of the command that goes on."""
+    tells: bool = False
+    """The launcher prints that command itself, when all ranks have ended."""
+    outer: str | None = None
+    """The launcher that started `stoker launch` itself as one of several ranks."""
 
     def to_word(self) -> str:
         default = Settings()
@@ -71,7 +77,7 @@ class Settings:
     def from_word(cls, word: str) -> Settings:
         try:
             values: dict[str, Any] = json.loads(word)
-            for name in ("nodes", "master"):
+            for name in ("nodes", "master", "launched"):
                 if values.get(name) is not None:
                     values[name] = tuple(values[name])
             if "environment" in values:

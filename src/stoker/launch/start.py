@@ -52,6 +52,8 @@ def start(options: Options) -> int:
     plan = planning.make(options, config, Machine.read(), os.environ)
     for note in plan.notes:
         print(f"stoker: {note}", file=sys.stderr)
+    stays = plan.launcher == "torchrun" or plan.mpirun is not None  # this process does not become a rank
+    plan = replace(plan, settings=resume.with_launch(plan.settings, options, tells=stays))
     if plan.launcher == "single":
         return _become(*handover.rank_command(plan.settings, options.script, options.arguments))
     if plan.launcher == "slurm":
@@ -70,13 +72,13 @@ def start(options: Options) -> int:
         wait=options.wait,
         silence=silence(),
     )
-    return _then_tell(options, elastic.launch(job, plan.settings, options.script, options.arguments))
+    return _then_tell(plan, options, elastic.launch(job, plan.settings, options.script, options.arguments))
 
 
-def _then_tell(options: Options, code: int) -> int:
-    """How to go on, after a failure that was not the person's own wish."""
-    if code not in (0, 2, 130):
-        resume.tell(options.arguments)
+def _then_tell(plan: planning.Plan, options: Options, code: int) -> int:
+    """How to go on, unless all is done or the command itself was wrong."""
+    if code not in (0, 2):
+        resume.tell(plan.settings.launched, options.arguments)
     return code
 
 
@@ -101,7 +103,8 @@ def _inside(options: Options, config: configuration.Config, rank: Rank) -> int:
         if rank.rank == 0:
             print(f"launcher: {rank.launcher}, already running; {rank.size} processes, this is rank {rank.rank}")
         return 0
-    return _become(*handover.rank_command(replace(settings, several=True), options.script, options.arguments))
+    settings = resume.with_launch(replace(settings, several=True), options, outer=rank.launcher)
+    return _become(*handover.rank_command(settings, options.script, options.arguments))
 
 
 def _become(words: list[str], carried: Mapping[str, str]) -> int:
@@ -126,7 +129,7 @@ def _mpirun(plan: planning.Plan, options: Options) -> int:
         plan.mpirun, plan.counts, handover.command(job, options.script), environment, options.extra_mpi, job=job,
         with_hostfile=plan.with_hostfile,
     )  # fmt: skip
-    return _then_tell(options, code)
+    return _then_tell(plan, options, code)
 
 
 def _slurm(plan: planning.Plan, options: Options) -> int:

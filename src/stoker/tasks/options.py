@@ -4,12 +4,8 @@ import difflib
 import json
 import logging
 import math
-import os
-import shutil
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
@@ -29,7 +25,6 @@ __all__ = [
     "check_best",
     "check_optimizer",
     "given",
-    "program",
     "words_of",
 ]
 
@@ -276,17 +271,6 @@ def words_of(argv: list[str]) -> list[str]:
         elif value is not None:
             words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
     return words
-
-
-def program() -> list[str]:
-    """The words that call this program as it was called, so that a printed command works when pasted."""
-    called = Path(sys.argv[0])
-    if called.name == "__main__.py":
-        return [sys.executable, "-m", "stoker"]
-    found = shutil.which("stoker")
-    if called.name == "stoker" and called.exists() and not (found and os.path.samefile(found, called)):
-        return [str(called)]
-    return ["stoker"]
 
 
 def given(name: str, argv: list[str]) -> bool:

@@ -20,12 +20,11 @@ from stoker.hf.checkpointing import choice, lock
 from stoker.hf.restart import Start
 from stoker.hf.secrets import without_secrets
 from stoker.hf.trainer import Trainer
-from stoker.launch.resume import going_on
 from stoker.machine.rates import Rates
 from stoker.tasks import memory
 from stoker.tasks.display import Display
 from stoker.tasks.loading import quiet
-from stoker.tasks.options import OptionParser, check_optimizer, given, program, words_of
+from stoker.tasks.options import OptionParser, check_optimizer, given, words_of
 from stoker.whole_files import write_text
 
 __all__ = ["Job", "argument_errors", "begin", "cut", "finish", "know_the_machine", "train", "write_json"]
@@ -158,7 +157,7 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
     if not job.data.skip_memory_check:
         need = memory.check_memory(trainer.model, lengths, args, optimized=optimized)
         job.say(f"{len(lengths):,} training rows, {int(lengths.sum()):,} tokens; about {need / 1e9:.1f} GB of memory")
-    trainer.resume_command = shlex.join([*program(), "train", job.task, *going_on(without_secrets(job.argv, None))])
+    trainer.resume_arguments = ["train", job.task, *job.argv]
     trainer.recorder.task = {
         "task": job.task,
         "model": job.model.model_name_or_path,

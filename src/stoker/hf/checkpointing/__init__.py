@@ -1,1 +1,1 @@
-"""What makes checkpoints safe to rely on: the manifest, the choice of the one to resume from, the lock on a run's folder."""
+"""Checkpoints to rely on: the manifest, the choice of one to resume from, the command that does, the lock on the folder."""
