@@ -104,7 +104,8 @@ def main() -> int:
     expected = json.loads(options.expect.read_text()) if options.expect else {}
     wrong: list[str] = []
     sums = {}
-    for case in CASES:
+    cases = [case for case in CASES if case.emulated or not options.expect]
+    for case in cases:
         differing, sums[case.name] = compare(case, builds, expected.get(case.name, {}))
         wrong += differing
     for level, native in builds.items():
@@ -117,7 +118,7 @@ def main() -> int:
         options.write.write_text(json.dumps(sums))
     if options.files:
         options.files.write_text("\n".join(loaded_files()))
-    print("\n".join(wrong) if wrong else f"{len(CASES)} cases x {len(builds)} builds equal")
+    print("\n".join(wrong) if wrong else f"{len(cases)} cases x {len(builds)} builds equal")
     return 1 if wrong else 0
 
 
