@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.english import with_article
 from stoker.errors import UserError
+from stoker.tasks.loading import config_of, reason
 
 __all__ = ["BUILT_IN", "Subject"]
 
@@ -26,7 +27,7 @@ class Subject:
     task: str = "qa"
     length: int = 160
 
-    def build(self) -> Any:
+    def build(self, device: str = "cpu") -> Any:
         import torch
         import transformers
 
@@ -37,17 +38,22 @@ class Subject:
         }
         config = self._config()
         try:
-            return kinds[self.task].from_config(config).train()
-        except ValueError:
-            raise UserError(
-                f"--model {self.model!r}: transformers has no {self.task} head for {with_article(config.model_type)}"
-            ) from None
+            with torch.device(device):
+                return kinds[self.task].from_config(config).train()
+        except Exception as error:  # whatever a configuration may hold
+            if isinstance(error, ValueError) and "Unrecognized configuration" in str(error):
+                why = f"transformers has no {self.task} head for {with_article(config.model_type)}"
+            else:
+                why = f"its config.json describes no model that can be built ({reason(error)})"
+            raise UserError(f"--model {self.model!r}: {why}") from None
 
     def check(self) -> None:
         """Raises what is wrong with it before anything is measured."""
         longest = _POSITIONS if self.model in BUILT_IN else _longest(self._config())
         if self.length > longest:
             raise UserError(f"--length {self.length}: {self.model} takes rows of at most {longest} tokens")
+        if self.model not in BUILT_IN:
+            self.build("meta")  # where it takes neither time nor memory
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -68,13 +74,9 @@ class Subject:
                 intermediate_size=4 * width,
             )  # fmt: skip
         try:
-            return transformers.AutoConfig.from_pretrained(self.model)
-        except (OSError, ValueError) as error:
-            where = "folder" if os.path.isdir(self.model) else "name"
-            raise UserError(
-                f"--model {self.model!r}: no configuration can be read from that {where} "
-                f"({str(error).strip().splitlines()[0][:120]}); built in are {', '.join(BUILT_IN)}"
-            ) from None
+            return config_of(self.model, flag="--model", trust_remote_code=False)
+        except UserError as error:
+            raise UserError(f"--model {self.model!r}: {error}; built in are {', '.join(BUILT_IN)}") from None
 
     def rows(self, count: int, seed: int, config: Any) -> dict[str, Any]:
         """A batch in which lengths vary as they do in text: from a half to one and a half of the mean, if the model can."""

@@ -5,12 +5,29 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import traceback
 import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from stoker.errors import UserError
+import stoker
+from stoker.english import counted, with_article
+from stoker.errors import UserError, first_line, outside_reason
+from stoker.tasks.model_folder import (
+    CONFIG_FILES,
+    TOKENIZER_FILES,
+    WEIGHT_FILES,
+    broken_file,
+    check_before_loading,
+    integer_tensors,
+)
+from stoker.tasks.tokens import fast_backend
 
-__all__ = ["load_config", "load_model", "load_tokenizer", "loaded", "most_tokens", "quiet", "row_length"]
+__all__ = [
+    "check_vocabulary", "config_of", "load_config", "load_model", "load_tokenizer", "model_of", "most_tokens", "quiet", "reason",
+    "row_length", "tokenizer_of",
+]  # fmt: skip
 
 log = logging.getLogger("stoker")
 
@@ -30,63 +47,266 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\b")
 
 
-def loaded(loader: Any, what: str, name: str, *, flag: str = "--model_name_or_path", **options: Any) -> Any:
-    """What `loader` makes of a folder or a name on the hub; the reason in one sentence where it cannot."""
-    from safetensors import SafetensorError
+_FILES = {"config": CONFIG_FILES, "tokenizer": TOKENIZER_FILES, "weights": WEIGHT_FILES}
 
+
+def loaded(loader: Any, what: str, name: str, *, flag: str = "--model_name_or_path", **options: Any) -> Any:
+    """What `loader` makes of a folder or a name on the hub; the reason in one sentence where it cannot.
+
+    Files may be broken in more ways than the libraries have errors for, so any error of theirs is taken for the folder's
+    fault. An error out of Stoker's own code is a bug, and stays what it is.
+    """
+    if os.path.isdir(name):
+        check_before_loading(Path(name))
+    return _sentence_on_error(loader, what, name, flag, options.get("config"))(
+        lambda: loader.from_pretrained(name, **options)
+    )
+
+
+def _sentence_on_error(
+    loader: Any, what: str, name: str, flag: str, config: Any = None
+) -> Callable[[Callable[[], Any]], Any]:
+    """Calls a function of the libraries; what goes wrong in it becomes a sentence about the files of `name`."""
+
+    def attempt(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except BaseException as error:
+            if _is_a_bug(error) or os.environ.get("STOKER_TRACEBACK"):
+                raise
+            raise UserError(_why_not(error, loader, what, name, flag, config)) from None
+
+    return attempt
+
+
+def _is_a_bug(error: BaseException) -> bool:
+    """Whether an error that came out of a library began in Stoker's code, or is no error at all, like Ctrl-C."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # what Rust code ends with
+        return True
+    ours = os.path.join(os.path.dirname(stoker.__file__), "")
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(
+        file.startswith(ours) and file != __file__ for file in files
+    )  # the calls to the libraries are in this one
+
+
+def _why_not(error: BaseException, loader: Any, what: str, name: str, flag: str, config: Any) -> str:
+    if not os.path.isdir(name):
+        offline = " (offline)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        return (
+            f"the {what} {name!r} is neither a folder here nor to be had from the hub{offline}; "
+            f"check the name and the network, or give a folder by {flag} ({reason(error)})"
+        )
+    if outside := outside_reason(error):
+        return f"no {what} can be loaded from the folder {name}: {outside}"
+    folder = Path(name)
+    stage = {"AutoConfig": "config", "AutoTokenizer": "tokenizer"}.get(loader.__name__, "weights")
+    # Whatever is loaded, config.json is read first.
+    broken = broken_file(folder, CONFIG_FILES) or broken_file(folder, _FILES[stage])
+    if broken is None and stage != "tokenizer" and not (folder / "config.json").exists():
+        broken = "there is no config.json in it"
+    if broken is None and stage == "weights" and (at_fault := _config_fault(loader, config)):
+        broken = f"config.json describes no model that can be built ({at_fault})"
+    if broken is None:
+        files = {
+            "config": "config.json",
+            "tokenizer": "the tokenizer's files",
+            "weights": "config.json and the weights",
+        }
+        broken = f"{reason(error)} (from {files[stage]})"
+    return f"no {what} can be loaded from the folder {name}: {broken}"
+
+
+def _config_fault(loader: Any, config: Any) -> str | None:
+    """What transformers says to the configuration alone, without weights and without memory for them."""
+    import torch
+
+    if config is None:
+        return None
     try:
-        return loader.from_pretrained(name, **options)
-    # A file of weights that was cut short is a SafetensorError, or one of pickle's
-    except (OSError, ValueError, ImportError, SafetensorError, EOFError, pickle.UnpicklingError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if os.path.isdir(name):
-            raise UserError(f"no {what} can be loaded from the folder {name}: {reason}") from None
-        raise UserError(
-            f"the {what} {name!r} is neither a folder here nor to be had from the hub"
-            f"{' (offline)' if os.environ.get('HF_HUB_OFFLINE') else ''}; "
-            f"check the name and the network, or give a folder by {flag} ({reason})"
-        ) from None
+        with torch.device("meta"):
+            loader.from_config(config)
+    except Exception as error:
+        return reason(error)
+    return None
+
+
+def reason(error: BaseException) -> str:
+    """One line. Messages of some errors are only a name or a number, and need the error's own."""
+    if isinstance(error, pickle.UnpicklingError | EOFError):
+        return "a file of weights is damaged, or holds more than weights, which is never loaded"
+    words = first_line(error)
+    if words.endswith(":"):  # the reason proper follows
+        words = " ".join(str(error).split())[:300]
+    plain = isinstance(error, OSError | ValueError | ImportError | RuntimeError) and str(error).strip()
+    return words if plain else f"{type(error).__name__}: {words}"
 
 
 def load_config(options: Any, **changes: Any) -> Any:
+    name = options.config_name or options.model_name_or_path
+    flag = "--config_name" if options.config_name else "--model_name_or_path"
+    return config_of(name, flag=flag, **_hub(options), **changes)
+
+
+def config_of(name: str, *, flag: str, **options: Any) -> Any:
+    """The configuration, with numbers where numbers must be."""
     from transformers import AutoConfig
 
-    name = options.config_name or options.model_name_or_path
-    return loaded(AutoConfig, "model", name, **_hub(options), **changes)
+    config = loaded(AutoConfig, "model", name, flag=flag, **options)
+    wrong = next(filter(None, (_wrong_number(config, one) for one in _NUMBERS)), None)
+    if wrong is None and sorted(config.id2label or {}) != list(range(len(config.id2label or {}))):
+        wrong = "id2label in its config.json does not number the labels from 0 on"
+    if wrong is not None:
+        raise UserError(f"no model can be loaded from {name}: {wrong}")
+    return config
+
+
+_NUMBERS = ("max_position_embeddings", "vocab_size", "num_hidden_layers")
+
+
+def _wrong_number(config: Any, name: str) -> str | None:
+    value = getattr(config, name, None)
+    if value is None or (isinstance(value, int) and value > 0):
+        return None
+    return f"{name} in its config.json is {value!r}, not a number above 0"
 
 
 def load_tokenizer(options: Any) -> Any:
+    name = options.tokenizer_name or options.model_name_or_path
+    flag = "--tokenizer_name" if options.tokenizer_name else "--model_name_or_path"
+    return tokenizer_of(name, flag=flag, use_fast=True, **_hub(options))
+
+
+def tokenizer_of(name: str, *, flag: str, **options: Any) -> Any:
+    """The tokenizer, if it has a vocabulary: without its files, transformers makes one that knows no word."""
     from transformers import AutoTokenizer
 
-    name = options.tokenizer_name or options.model_name_or_path
-    return loaded(AutoTokenizer, "tokenizer", name, use_fast=True, **_hub(options))
+    tokenizer = loaded(AutoTokenizer, "tokenizer", name, flag=flag, **options)
+    fast_backend(tokenizer)
+    if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
+        raise UserError(
+            f"no tokenizer can be loaded from {name}: there is no vocabulary (tokenizer.json, vocab.txt or the like); copy "
+            f"the tokenizer's files there{'' if flag == '--model' else ', or name a tokenizer by --tokenizer_name'}"
+        )
+    length = tokenizer.model_max_length
+    if not isinstance(length, int | float) or not length > 0:
+        raise UserError(f"model_max_length in tokenizer_config.json of {name} is {length!r}, not a number above 0")
+    # Some of what is wrong in its files shows only when it is used.
+    _sentence_on_error(AutoTokenizer, "tokenizer", name, flag)(
+        lambda: tokenizer("Who wrote it?", "Ada wrote the letter.")
+    )
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Any, config: Any, name: str) -> None:
+    """Raises UserError if the tokenizer gives numbers that the model has no embedding for."""
+    rows = getattr(config, "vocab_size", None)
+    if isinstance(rows, int) and rows <= (tokenizer.pad_token_id or 0):
+        raise UserError(
+            f"tokenizer and model of {name} do not belong together: padding is token {tokenizer.pad_token_id} "
+            f"({tokenizer.pad_token}), the model has embeddings for {rows:,} tokens (vocab_size in config.json)"
+        )
+    if isinstance(rows, int) and tokenizer.vocab_size > rows:
+        raise UserError(
+            f"tokenizer and model of {name} do not belong together: the tokenizer has {tokenizer.vocab_size:,} tokens, the model "
+            f"embeddings for {rows:,} (vocab_size in config.json)"
+        )
 
 
 def load_model(kind: Any, options: Any, config: Any) -> Any:
-    """The model with a head of `kind`; says if the head is new, and so untrained."""
-    try:
-        found = loaded(
-            kind,
-            "model",
-            options.model_name_or_path,
-            config=config,
-            ignore_mismatched_sizes=options.ignore_mismatched_sizes,
-            output_loading_info=True,
-            **_hub(options),
-        )
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        raise UserError(
-            f"the head of {options.model_name_or_path} has another size than this data needs; "
-            "--ignore_mismatched_sizes replaces it by a new one"
-        ) from None
-    model, facts = found
-    missing = sorted(facts.get("missing_keys", ()))
-    if missing:
-        log.info("new, to be trained: %s", ", ".join(missing))
-    model.float()  # a checkpoint in half precision is trained in fp32, bf16 applies to activations
+    """The model with a head of `kind`, to be trained; says what of it is new, and so untrained."""
+    replace = options.ignore_mismatched_sizes
+    model, new = model_of(kind, options.model_name_or_path, config, replace_mismatched=replace, **_hub(options))
+    if new:
+        log.info("new, to be trained: %s", ", ".join(new))
     return model
+
+
+def model_of(
+    kind: Any, name: str, config: Any, *, what: str = "model", flag: str = "--model_name_or_path",
+    replace_mismatched: bool = False, **options: Any,
+) -> tuple[Any, list[str]]:  # fmt: skip
+    """The model in fp32, and the names of the weights that its files did not hold: those of a new head.
+
+    Raises UserError if nothing of the base model was there, or if sizes differ; warns if part of the base model is random.
+    """
+    model, facts = loaded(
+        kind, what, name, flag=flag, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
+    )
+    _check_weights(model, facts, name, replace_mismatched)
+    model.float()  # a checkpoint in half precision is trained in fp32, bf16 applies to activations
+    _check_finite(model, name)
+    return model, sorted(facts.get("missing_keys", ()))
+
+
+def _check_weights(model: Any, facts: Mapping[str, Any], name: str, replace_mismatched: bool) -> None:
+    """Compares what the files held with what the model needs."""
+    mismatched = {key: (tuple(found), tuple(needed)) for key, found, needed in facts.get("mismatched_keys", ())}
+    missing, unexpected = {*facts.get("missing_keys", ())} - {*mismatched}, {*facts.get("unexpected_keys", ())}
+    base = _base_weights(model)
+    if base and not base - missing - {*mismatched}:
+        others = f", but {_some(unexpected)}" if unexpected else ""
+        raise UserError(
+            f"the weights in {name} are not those of {with_article(type(model).__name__)}: they hold none of the {len(base)} "
+            f"tensors of its base model{others}"
+        )
+    if os.path.isdir(name) and (integers := integer_tensors(Path(name)) & {*base, *_without_prefix(model, base)}):
+        raise UserError(f"the weights in {name} are no floating-point numbers, in {_tensors(integers)}")
+    if mismatched and not replace_mismatched:
+        raise UserError(_mismatch(mismatched, base, name))
+    new = base & (missing | {*mismatched})
+    if new:
+        log.warning(
+            "%d of %d tensors of the base model are missing in %s, or have another shape there, and start at random: %s",
+            len(new), len(base), name, _some(new),
+        )  # fmt: skip
+    parts = {key.partition(".")[0] for key in _without_prefix(model, base)}
+    unused = {key for key in unexpected if next(iter(_without_prefix(model, [key]))).partition(".")[0] in parts}
+    if unused:
+        log.warning(
+            "%d tensors in %s are not used because the model that config.json describes has no place for them: %s",
+            len(unused), name, _some(unused),
+        )  # fmt: skip
+
+
+def _base_weights(model: Any) -> set[str]:
+    """The names of what was pretrained. The pooler counts as part of a head: many checkpoints are saved without it."""
+    prefix = f"{model.base_model_prefix}."
+    names = [name for name, _ in model.named_parameters()]
+    return {name for name in names if name.startswith(prefix) and ".pooler." not in name}
+
+
+def _without_prefix(model: Any, names: Iterable[str]) -> list[str]:
+    return [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
+
+
+def _mismatch(mismatched: Mapping[str, tuple[Any, Any]], base: set[str], name: str) -> str:
+    key = min(mismatched, key=lambda one: (one not in base, one))
+    found, needed = (" x ".join(map(str, shape)) for shape in mismatched[key])
+    if key in base:
+        return (
+            f"the weights in {name} do not fit its config.json: {key} is {found} in the file and would be {needed}"
+            + (f", and {len(mismatched) - 1} more differ" if len(mismatched) > 1 else "")
+        )  # fmt: skip
+    return (
+        f"the head of {name} has another size than this data needs ({key} is {found} in the file, {needed} is needed); "
+        "--ignore_mismatched_sizes replaces it by a new one"
+    )
+
+
+def _check_finite(model: Any, name: str) -> None:
+    bad = {one for one, weight in model.named_parameters() if not bool(weight.detach().isfinite().all())}
+    if bad:
+        raise UserError(f"the weights in {name} hold NaN or infinite values, in {_tensors(bad)}")
+
+
+def _tensors(names: set[str]) -> str:
+    return f"{counted(len(names), 'tensor')}: {_some(names)}"
+
+
+def _some(names: Iterable[str], most: int = 3) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def most_tokens(asked: int, tokenizer: Any, config: Any) -> int:
@@ -103,6 +323,11 @@ def most_tokens(asked: int, tokenizer: Any, config: Any) -> int:
 def row_length(asked: int, tokenizer: Any, config: Any) -> int:
     """--max_seq_length, or the most tokens that tokenizer and model allow if that is less."""
     most = most_tokens(asked, tokenizer, config)
+    if most < 8 <= asked:
+        raise UserError(
+            f"the model takes rows of {max(most, 0)} tokens at most, which leaves no room for a text; look at "
+            "max_position_embeddings in its config.json and model_max_length in its tokenizer_config.json"
+        )
     if min(asked, most) < 8:
         raise UserError(f"--max_seq_length {asked} leaves no room for a text; 128 to 512 are usual")
     if asked > most:

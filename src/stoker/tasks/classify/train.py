@@ -17,7 +17,7 @@ from stoker.tasks.classify.features import Rows, make_rows
 from stoker.tasks.classify.metrics import METRICS, is_combined, measure
 from stoker.tasks.collate import Collator
 from stoker.tasks.faults import Faults
-from stoker.tasks.loading import load_config, load_model, load_tokenizer, row_length
+from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, row_length
 from stoker.tasks.options import DataOptions, check_best
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
@@ -76,6 +76,7 @@ def main(argv: list[str]) -> int:
         changes |= {"num_labels": 1, "problem_type": "regression"}
     config = load_config(job.model, **changes)
     tokenizer = load_tokenizer(job.model)
+    check_vocabulary(tokenizer, config, job.model.model_name_or_path)
     length = row_length(options.max_seq_length, tokenizer, config)
     sets = {
         split: make_rows(examples, tokenizer, labels, max_seq_length=length, fresh=options.overwrite_cache)

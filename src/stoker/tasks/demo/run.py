@@ -17,7 +17,7 @@ from stoker.errors import UserError
 from stoker.tasks import run as runs
 from stoker.tasks.demo import speed
 from stoker.tasks.demo.world import as_squad, make_world
-from stoker.tasks.loading import loaded, quiet
+from stoker.tasks.loading import check_vocabulary, config_of, model_of, quiet, tokenizer_of
 
 __all__ = ["DemoOptions", "run_demo"]
 
@@ -121,13 +121,15 @@ def _take_folder(folder: Path) -> None:
 
 def _load(model: str, seed: int) -> tuple[Any, Any]:
     """Tokenizer and model; the model's new head depends on the seed."""
-    import torch
-    from transformers import AutoModelForQuestionAnswering, AutoTokenizer, set_seed
+    from transformers import AutoModelForQuestionAnswering, set_seed
 
     set_seed(seed)
-    tokenizer = loaded(AutoTokenizer, "tokenizer", model, flag="--model", trust_remote_code=False)
-    network = loaded(AutoModelForQuestionAnswering, "model", model, flag="--model", trust_remote_code=False)
-    return tokenizer, network.to(torch.float32)
+    settings: dict[str, Any] = {"flag": "--model", "trust_remote_code": False}
+    config = config_of(model, **settings)
+    tokenizer = tokenizer_of(model, **settings)
+    check_vocabulary(tokenizer, config, model)
+    network, _ = model_of(AutoModelForQuestionAnswering, model, config, **settings)
+    return tokenizer, network
 
 
 def _know_the_machine(console: Console) -> None:

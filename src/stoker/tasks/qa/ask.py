@@ -14,7 +14,7 @@ from rich.text import Text
 from stoker.errors import UserError
 from stoker.tasks.collate import Collator
 from stoker.tasks.files import is_unicode
-from stoker.tasks.loading import loaded, most_tokens
+from stoker.tasks.loading import check_vocabulary, config_of, model_of, most_tokens, tokenizer_of
 from stoker.tasks.qa.answers import Answer, choose_answers
 from stoker.tasks.qa.data import Question
 from stoker.tasks.qa.features import make_windows
@@ -33,22 +33,24 @@ class Asker:
 
     @classmethod
     def load(cls, name: str, *, max_seq_length: int = 384, doc_stride: int = 128) -> Asker:
-        from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+        from transformers import AutoModelForQuestionAnswering
 
         from stoker.model import optimize
 
         if os.path.isdir(name) and not os.path.exists(os.path.join(name, "config.json")):
             raise UserError(f"{name} holds no model: there is no config.json in it")
         settings: dict[str, Any] = {"flag": "--model", "trust_remote_code": False}
-        tokenizer = loaded(AutoTokenizer, "tokenizer", name, **settings)
+        config = config_of(name, **settings)
+        tokenizer = tokenizer_of(name, **settings)
+        check_vocabulary(tokenizer, config, name)
         kind = "question-answering model"
-        model, facts = loaded(AutoModelForQuestionAnswering, kind, name, output_loading_info=True, **settings)
-        if untrained := sorted(facts["missing_keys"]):
+        model, untrained = model_of(AutoModelForQuestionAnswering, name, config, what=kind, **settings)
+        if untrained:
             raise UserError(
                 f"{name} has not learned to answer questions (it has no {', '.join(untrained[:2])}); "
                 "`stoker train qa` teaches it"
             )
-        model = model.float().eval()
+        model = model.eval()
         room = min(max_seq_length, most_tokens(max_seq_length, tokenizer, model.config))
         return cls(optimize(model, dtype=torch.float32), tokenizer, room, min(doc_stride, room // 3))
 

@@ -13,7 +13,7 @@ from stoker.hf.trainer import Trainer
 from stoker.tasks import hub, run
 from stoker.tasks.collate import Collator
 from stoker.tasks.faults import Faults
-from stoker.tasks.loading import load_config, load_model, load_tokenizer, row_length
+from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, row_length
 from stoker.tasks.options import DataOptions, check_best
 from stoker.tasks.qa.answers import Answer, choose_answers
 from stoker.tasks.qa.data import Question, collect, read_questions
@@ -161,6 +161,7 @@ def main(argv: list[str]) -> int:
     set_seed(args.seed)
     config = load_config(job.model)
     tokenizer = load_tokenizer(job.model)
+    check_vocabulary(tokenizer, config, job.model.model_name_or_path)
     options.max_seq_length = row_length(options.max_seq_length, tokenizer, config)
     sets = {split: _windows(job, tokenizer, split) for split, wanted in _splits(args) if wanted}
     model = load_model(AutoModelForQuestionAnswering, job.model, config)

@@ -1,0 +1,142 @@
+"""What is wrong with the files of a model folder, found without the libraries that load them.
+
+`check_before_loading` refuses what would make them hang or fill the memory; `broken_file` looks for the file at fault after
+one of them has failed. Neither decides whether a model can be loaded: that is left to transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import UserError
+
+__all__ = ["CONFIG_FILES", "TOKENIZER_FILES", "WEIGHT_FILES", "broken_file", "check_before_loading", "integer_tensors"]
+
+CONFIG_FILES = ("config.json",)
+TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json", "*.safetensors")
+
+_HEADER = 100 << 20  # bytes that safetensors itself allows for the header of a file
+_MOST = {
+    "num_labels": 1 << 20,
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"), 4096),
+}  # fmt: skip
+"""Numbers in config.json that transformers counts up to, entry by entry or layer by layer, before it looks at any weight; the
+largest models known have a few hundred layers."""
+
+
+def check_before_loading(folder: Path) -> None:
+    """Raises UserError for what would keep a library waiting without end: pipes, devices, numbers beyond reason."""
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise UserError(f"the folder {folder} cannot be read: {error.strerror}") from None
+    for path in paths:
+        try:
+            mode = path.stat().st_mode
+        except OSError:  # a link to nothing: whoever needs it will say so
+            continue
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise UserError(f"no model can be loaded from the folder {folder}: {path.name} is not a regular file")
+    config = folder / "config.json"
+    if not config.is_file() or _why_broken(config) is not None:
+        return
+    values: dict[str, Any] = json.loads(config.read_bytes())
+    for name, most in _MOST.items():
+        if isinstance(values.get(name), int | float) and not values[name] <= most:
+            raise UserError(
+                f"no model can be loaded from the folder {folder}: {name} in config.json is {values[name]}, "
+                f"and more than {most} is not supported"
+            )
+
+
+def broken_file(folder: Path, patterns: Iterable[str]) -> str | None:
+    """The first of these files that cannot be read for what its name says, with the reason; None if all can."""
+    for pattern in patterns:
+        # A link to nothing is found by its name only.
+        for path in sorted(folder.glob(pattern)) or filter(os.path.lexists, [folder / pattern]):
+            if (why := _why_broken(path)) is not None:
+                return f"{path.name} {why}"
+    return None
+
+
+def _why_broken(path: Path) -> str | None:
+    try:
+        if path.suffix == ".json":
+            why = _why_no_json(path.read_bytes())
+            return _why_no_index(path) if why is None and path.name.endswith(".index.json") else why
+        if path.suffix == ".safetensors":
+            return _why_no_safetensors(path)
+        with open(path, "rb") as file:
+            return None if file.read(1) else "is empty"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _why_no_json(raw: bytes) -> str | None:
+    if not raw.strip():
+        return "is empty"
+    try:
+        content = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 text (byte {error.start:,})"
+    except json.JSONDecodeError as error:
+        return f"is not JSON: {error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
+    except RecursionError:
+        return "is nested too deeply"
+    except ValueError:
+        return "holds a number of more than 4,000 digits"
+    return None if isinstance(content, dict) else "is not a JSON object"
+
+
+def _why_no_index(path: Path) -> str | None:
+    """An index says in which file of its folder each tensor is."""
+    files = json.loads(path.read_bytes()).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        return "does not name the file of each tensor (weight_map)"
+    missing = sorted(file for file in {*files.values()} if not (path.parent / file).is_file())
+    return f"names {missing[0]}, which is not there" if missing else None
+
+
+def integer_tensors(folder: Path) -> set[str]:
+    """The tensors in the folder's .safetensors files that hold no floating-point numbers."""
+    found: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        if _why_broken(path) is None:
+            header = _header(path)
+            found |= {name for name, one in header.items() if str(one.get("dtype")).startswith(("I", "U", "BOOL"))}
+    return found
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        content: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    content.pop("__metadata__", None)
+    return content
+
+
+def _why_no_safetensors(path: Path) -> str | None:
+    """By the format: 8 bytes with the length of a JSON header, which gives the place of each tensor in the rest."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _HEADER):
+            return f"is damaged or cut short: it has {size:,} bytes, fewer than its header needs"
+        raw = file.read(length)
+    if (why := _why_no_json(raw)) is not None:
+        return f"is damaged: its header {why}"
+    try:
+        ends = max((int(one["data_offsets"][1]) for one in _header(path).values()), default=0)
+    except (KeyError, TypeError, IndexError, ValueError):
+        return "is damaged: its header does not say where the tensors are"
+    if 8 + length + ends != size:
+        return f"is damaged or cut short: it has {size:,} bytes where {8 + length + ends:,} are needed"
+    return None
