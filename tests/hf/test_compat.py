@@ -211,3 +211,34 @@ print("{}")
 """
     for first in ("", "import torch.distributed\n"):  # the layer comes before torch, or after it
         assert answer(run(first + START + "install()\n" + code)) == {}
+
+
+PLAIN_LOOP = """
+import sys, torch
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+def what_is_said(model, **how):
+    layer = install(**how)
+    train(model)
+    print("--", file=sys.stderr)
+    layer.say_if_nothing_was_optimised()
+    layer.say_if_nothing_was_optimised()
+what_is_said(torch.nn.Linear(4, 4))
+what_is_said(torch.nn.Linear(4, 4), first=False)
+what_is_said(torch.nn.Linear(4, 4), optimise=False)
+install().say_if_nothing_was_optimised()
+import stoker
+what_is_said(stoker.optimize(torch.nn.Linear(4, 4)))
+"""
+
+
+def test_a_loop_that_nothing_was_applied_to_is_told_the_line_to_add() -> None:
+    done = run(START + PLAIN_LOOP)
+    told, *others = done.stderr.split("--\n")[1:]
+    assert told.startswith("stoker: nothing was optimised, because this script has a training loop of its own")
+    assert "`import stoker; model, optimizer = stoker.optimize(model, optimizer)`" in told
+    assert told.count("\n") == 1
+    assert others == ["", "", ""]  # another rank, --no-ipex, an optimised model

@@ -194,6 +194,16 @@ def test_output_that_nobody_takes_does_not_end_a_script(processes: str, tmp_path
         assert (tmp_path / "logs" / f"rank_{rank}.log").stat().st_size == 100 * 1000  # the log has what the screen lost
 
 
+@pytest.mark.parametrize("how", ["", "import sys; sys.exit()", "import sys; sys.exit(1)"])
+def test_after_a_loop_of_its_own_a_script_is_told_what_to_add(how: str, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(1, 1)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        f"model(torch.ones(1)).backward()\noptimizer.step()\n{how}\n"
+    )
+    done = launch("loop.py", cwd=tmp_path)
+    assert done.stderr.count("stoker.optimize(model, optimizer)") == (done.returncode == 0)
+
+
 @TWO
 def test_a_busy_port_is_named() -> None:
     with socket.socket() as busy:
@@ -209,7 +219,7 @@ def test_a_busy_port_is_named() -> None:
 
 
 def test_more_processes_than_cores_are_refused_in_one_line() -> None:
-    done = launch("-n", "4096", "--no-compat", RANK)
+    done = launch("-n", "1000", "--no-compat", RANK)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "--oversubscribe" in done.stderr

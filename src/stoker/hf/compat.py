@@ -80,6 +80,21 @@ class Layer(importlib.abc.MetaPathFinder):
         self._first = first
         self._said: set[str] = set()
         self._busy: set[str] = set()
+        self._trained_plainly: bool | None = None
+        """Whether no model was optimised when an optimizer first stepped; None before that."""
+
+    def stepped(self, *_: Any) -> None:
+        # It stays among the hooks: torch goes through them while it calls them, so none may remove itself.
+        if self._trained_plainly is None:
+            self._trained_plainly = not _any_optimized()
+
+    def say_if_nothing_was_optimised(self) -> None:
+        """At the end of a script: its own loop is the one thing that cannot be sped up from outside."""
+        if self._trained_plainly and not _any_optimized():
+            self.say(
+                "nothing was optimised, because this script has a training loop of its own; to speed it up, add `import stoker; "
+                "model, optimizer = stoker.optimize(model, optimizer)` before the loop"
+            )
 
     def say(self, line: str) -> None:
         """One line once, by rank 0."""
@@ -211,11 +226,23 @@ def _groups(_: Layer) -> None:
         package.destroy_process_group = destroy_process_group
 
 
+def _any_optimized() -> bool:
+    report = sys.modules.get("stoker.model.report")  # not imported: nobody has asked for it
+    return report is not None and bool(report.any_optimized())
+
+
+def _optimizers(layer: Layer) -> None:
+    """Notices the first step of an optimizer."""
+    if layer.optimise:
+        sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(layer.stepped)
+
+
 _HOOKS: dict[str, tuple[Callable[[Layer], None], ...]] = {
     "transformers.training_args": (_arguments,),
     "transformers.trainer": (_trainer,),
     "accelerate.accelerator": (_accelerator,),
     "torch.distributed.distributed_c10d": (_groups,),
+    "torch.optim.optimizer": (_optimizers,),
     # A script that imports Stoker first gets here while the module above is still waiting for this one.
     "stoker.hf.arguments": (_arguments,),
     "stoker.hf.trainer": (_trainer,),

@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from stoker import streams
 from stoker.errors import UserError
@@ -30,6 +30,9 @@ from stoker.launch import allocators, binding, exchange, handover, hints, output
 from stoker.launch.environment import Rank, discover
 from stoker.launch.settings import Settings
 from stoker.machine import Machine
+
+if TYPE_CHECKING:
+    from stoker.hf.compat import Layer
 
 __all__ = ["FAILURE_MARK", "die_with_parent", "main"]
 
@@ -59,11 +62,11 @@ def main(arguments: list[str]) -> NoReturn:
             raise UserError(
                 "this rank was started without the variables of its launcher; `stoker launch --dry-run` shows them"
             )
-        screen = _prepare(settings, rank)
+        screen, layer = _prepare(settings, rank)
     except UserError as error:
         print(f"stoker: {error}", file=sys.stderr)
         _end(settings, rank, 2, f"stoker: {error}\n", screen)
-    _run(settings, rank, script, rest, screen)
+    _run(settings, rank, script, rest, screen, layer)
 
 
 def _handed_over() -> list[str]:
@@ -74,8 +77,8 @@ def _handed_over() -> list[str]:
         sys.exit(2)
 
 
-def _prepare(settings: Settings, rank: Rank | None) -> int:
-    """Everything before the script; returns the descriptor that leads to the screen."""
+def _prepare(settings: Settings, rank: Rank | None) -> tuple[int, Layer | None]:
+    """Everything before the script; returns the descriptor that leads to the screen, and the compatibility layer."""
     if rank is not None and rank.size > 1:
         die_with_parent()
     _join(settings, rank)
@@ -86,11 +89,12 @@ def _prepare(settings: Settings, rank: Rank | None) -> int:
     os.environ.update(settings.accelerate_variables())
     if rank is not None and rank.size == rank.local_size and rank.size > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: gloo listens nowhere else
-    if settings.compat:
-        from stoker.hf.compat import install
+    if not settings.compat:
+        return screen, None
+    from stoker.hf.compat import install
 
-        install(optimise=settings.ipex is not False, backend=settings.backend, first=rank is None or rank.rank == 0)
-    return screen
+    first = rank is None or rank.rank == 0
+    return screen, install(optimise=settings.ipex is not False, backend=settings.backend, first=first)
 
 
 def _leave_input_to_rank_0() -> None:
@@ -176,7 +180,9 @@ def _widen_to_parent() -> None:
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
 
 
-def _run(settings: Settings, rank: Rank | None, script: str, rest: list[str], screen: int) -> NoReturn:
+def _run(
+    settings: Settings, rank: Rank | None, script: str, rest: list[str], screen: int, layer: Layer | None
+) -> NoReturn:
     sys.argv = [script, *rest]
     try:
         if settings.module:
@@ -185,10 +191,13 @@ def _run(settings: Settings, rank: Rank | None, script: str, rest: list[str], sc
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
             runpy.run_path(script, run_name="__main__")
+        _say_if_nothing_was_optimised(script, layer)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
         if stop.code is not None and not isinstance(stop.code, int):
             print(stop.code, file=sys.stderr)
+        if code == 0:
+            _say_if_nothing_was_optimised(script, layer)
         _end(settings, rank, code, "" if isinstance(stop.code, int) else str(stop.code), screen)
     except KeyboardInterrupt:
         print("stoker: interrupted", file=sys.stderr)
@@ -205,6 +214,11 @@ def _run(settings: Settings, rank: Rank | None, script: str, rest: list[str], sc
     except BaseException as error:
         _fail(settings, rank, error, [script, *rest], screen)
     _end(settings, rank, 0, None, screen)
+
+
+def _say_if_nothing_was_optimised(script: str, layer: Layer | None) -> None:
+    if layer is not None and script != "stoker":  # whose own commands measure stock for comparison
+        layer.say_if_nothing_was_optimised()
 
 
 def _fail(settings: Settings, rank: Rank | None, error: BaseException, words: list[str], screen: int) -> NoReturn:

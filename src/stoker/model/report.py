@@ -20,7 +20,7 @@ from stoker.model.layer import FusedEmbeddings, FusedLayer, RelativeBias
 from stoker.model.leaves import LeafDropout, kernel_for
 from stoker.model.swap import Optimized, Settings, stock_class
 
-__all__ = ["Notes", "Report", "forget", "note", "report", "switches"]
+__all__ = ["Notes", "Report", "any_optimized", "forget", "note", "report", "switches"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ def switches(model: nn.Module) -> dict[str, bool]:
     """The switches that `optimize` was last called with on this model; none if it was not, or was undone."""
     chosen = (_NOTES.get(model) or Notes()).switches
     return {} if chosen is None else {"unpad": chosen.unpad, "fuse": chosen.fuse, "fuse_loss": chosen.fuse_loss}
+
+
+def any_optimized() -> bool:
+    """Whether `optimize` was called on a model that is still there."""
+    return bool(_NOTES)
 
 
 def forget(model: nn.Module, *, optimizer: bool) -> None:
