@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["make_good", "variants"]
+__all__ = ["Fault", "faults", "make_good", "random_fault", "variants"]
 
 CONFIG, TOKENIZER, WEIGHTS, INDEX = "config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"
 Fault = Callable[[Path], Any]
@@ -44,10 +44,10 @@ def make_good(folder: Path) -> Path:
 
 
 def variants(seed: int, good: Path, into: Path, *, more: int = 30) -> Iterator[tuple[str, Path]]:
-    """(what is broken, the folder) for about 300 folders under `into`, `more` of them drawn by `seed`."""
+    """(what is broken, the folder) for about 470 folders under `into`, `more` of them drawn by `seed`."""
     draw = random.Random(seed)
-    faults = [*_faults(good), *((f"random faults {n} of seed {seed}", _random_fault(draw)) for n in range(more))]
-    for number, (name, fault) in enumerate(faults):
+    every = [*faults(good), *((f"random faults {n} of seed {seed}", random_fault(draw)) for n in range(more))]
+    for number, (name, fault) in enumerate(every):
         folder = into / f"model-{number}"
         shutil.copytree(good, folder, copy_function=os.link)
         try:
@@ -58,7 +58,8 @@ def variants(seed: int, good: Path, into: Path, *, more: int = 30) -> Iterator[t
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _faults(good: Path) -> Iterator[tuple[str, Fault]]:
+def faults(good: Path) -> Iterator[tuple[str, Fault]]:
+    """What is broken, and a function that breaks a copy of `good` in that way. The copy may consist of links to its files."""
     for file in (CONFIG, "tokenizer_config.json", TOKENIZER, WEIGHTS, INDEX):
         for name, fault in _file_faults().items():
             yield f"{file} {name}", _on(file, fault)
@@ -358,7 +359,7 @@ def _folder_faults() -> Iterator[tuple[str, Fault]]:
     yield "broken added tokens", _writes("added_tokens.json", b'{"a": "b"}')
 
 
-def _random_fault(draw: random.Random) -> Fault:
+def random_fault(draw: random.Random) -> Fault:
     """Bytes of one or more files overwritten, removed or repeated at random places."""
     files = (CONFIG, TOKENIZER, "tokenizer_config.json", WEIGHTS)
     contents = (b"", b"\0", b'"', b"[", b"}", b"-", b"9" * 12, b"\xff\xfe", b"null")

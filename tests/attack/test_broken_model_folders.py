@@ -191,6 +191,8 @@ def test_a_head_of_another_size_is_replaced_if_asked(broken: Callable[[str], Pat
         UserError, match=r"qa_outputs.weight is 7 x 16 in the file.* --ignore_mismatched_sizes replaces it"
     ):
         load_model(AutoModelForQuestionAnswering, options, config)
+    with pytest.raises(UserError, match=r"would be 2 x 16$"):
+        ask(Path(options.model_name_or_path))
     options.ignore_mismatched_sizes = True
     assert load_model(AutoModelForQuestionAnswering, options, config).qa_outputs.weight.shape == (2, 16)
     assert warned == []

@@ -233,15 +233,16 @@ def model_of(
     model, facts = loaded(
         kind, what, name, flag=flag, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
-    _check_weights(model, facts, name, replace_mismatched)
+    advice = "" if flag == "--model" else "; --ignore_mismatched_sizes replaces it by a new one"
+    _check_weights(model, facts, name, None if replace_mismatched else advice)
     model.float()  # a checkpoint in half precision is trained in fp32, bf16 applies to activations
     _check_finite(model, name)
     return model, sorted(facts.get("missing_keys", ()))
 
 
-def _check_weights(model: Any, facts: Mapping[str, Any], name: str, replace_mismatched: bool) -> None:
-    """Compares what the files held with what the model needs."""
-    mismatched = {key: (tuple(found), tuple(needed)) for key, found, needed in facts.get("mismatched_keys", ())}
+def _check_weights(model: Any, facts: Mapping[str, Any], name: str, advice: str | None) -> None:
+    """Compares what the files held with what the model needs; `advice` for a head of another size, None if it is replaced."""
+    mismatched = {one if isinstance(one, str) else one[0]: one for one in facts.get("mismatched_keys", ())}
     missing, unexpected = {*facts.get("missing_keys", ())} - {*mismatched}, {*facts.get("unexpected_keys", ())}
     base = _base_weights(model)
     if base and not base - missing - {*mismatched}:
@@ -252,8 +253,8 @@ def _check_weights(model: Any, facts: Mapping[str, Any], name: str, replace_mism
         )
     if os.path.isdir(name) and (integers := integer_tensors(Path(name)) & {*base, *_without_prefix(model, base)}):
         raise UserError(f"the weights in {name} are no floating-point numbers, in {_tensors(integers)}")
-    if mismatched and not replace_mismatched:
-        raise UserError(_mismatch(mismatched, base, name))
+    if mismatched and advice is not None:
+        raise UserError(_mismatch(mismatched, base, name, advice))
     new = base & (missing | {*mismatched})
     if new:
         log.warning(
@@ -280,18 +281,16 @@ def _without_prefix(model: Any, names: Iterable[str]) -> list[str]:
     return [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
 
 
-def _mismatch(mismatched: Mapping[str, tuple[Any, Any]], base: set[str], name: str) -> str:
+def _mismatch(mismatched: Mapping[str, Any], base: set[str], name: str, advice: str) -> str:
     key = min(mismatched, key=lambda one: (one not in base, one))
-    found, needed = (" x ".join(map(str, shape)) for shape in mismatched[key])
+    shapes = "has another shape in the file"
+    if not isinstance(mismatched[key], str):  # transformers 4 gives names only
+        found, needed = (" x ".join(map(str, shape)) for shape in mismatched[key][1:])
+        shapes = f"is {found} in the file and would be {needed}"
     if key in base:
-        return (
-            f"the weights in {name} do not fit its config.json: {key} is {found} in the file and would be {needed}"
-            + (f", and {len(mismatched) - 1} more differ" if len(mismatched) > 1 else "")
-        )  # fmt: skip
-    return (
-        f"the head of {name} has another size than this data needs ({key} is {found} in the file, {needed} is needed); "
-        "--ignore_mismatched_sizes replaces it by a new one"
-    )
+        more = f", and {len(mismatched) - 1} more differ" if len(mismatched) > 1 else ""
+        return f"the weights in {name} do not fit its config.json: {key} {shapes}{more}"
+    return f"the head of {name} has another size than is needed here: {key} {shapes}{advice}"
 
 
 def _check_finite(model: Any, name: str) -> None:
