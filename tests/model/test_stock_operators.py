@@ -145,7 +145,6 @@ def _legacy(model: nn.Module, pair: Pair, file: io.BytesIO) -> None:
 
 
 def test_onnx_export_by_tracing_writes_the_stock_model() -> None:
-    pytest.importorskip("onnx", reason="torch.onnx.export needs the package onnx")
     pair = Pair()
     written = []
     for one in (pair.stock, pair.model):
@@ -157,7 +156,6 @@ def test_onnx_export_by_tracing_writes_the_stock_model() -> None:
 
 
 def test_onnx_export_by_torch_export_writes_the_stock_model() -> None:
-    pytest.importorskip("onnxscript", reason="torch.onnx.export(dynamo=True) needs the package onnxscript")
     pair = Pair()
     programs = [
         torch.onnx.export(one, (pair.ids, pair.mask), dynamo=True, verbose=False) for one in (pair.stock, pair.model)
