@@ -188,6 +188,25 @@ def test_shards_and_adapters_are_in_the_manifest_and_checked_without_one(run: Pa
     assert f"names {shards[-1]}, which is missing" in str(checkpoints.why_unusable(checkpoint))
 
 
+def test_a_run_with_adapters_goes_on_from_the_older_checkpoint(tree_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def trainer() -> Any:
+        config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+        torch.manual_seed(3)
+        return tiny.trainer(tree_path, model=peft.get_peft_model(tiny.tiny_model(), config), **SETTINGS)
+
+    trainer().train()
+    adapter = tree_path / "checkpoint-4" / "adapter_model.safetensors"
+    kept = adapter.read_bytes()
+    flip(adapter)
+    trainer().train(resume_from_checkpoint=True)
+    assert adapter.read_bytes() == kept
+    (tree_path / "checkpoint-4" / manifest.NAME).unlink()
+    truncate(adapter)
+    assert choice.newest_whole(tree_path) == tree_path / "checkpoint-2"
+
+
 class RewritesWeights(transformers.TrainerCallback):
     """As callbacks do that save adapters, or round weights, into the checkpoint that was just written."""
 

@@ -121,7 +121,7 @@ def test_trials_of_a_search_may_run_side_by_side(
     tree_path: Path, held: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = tiny.trainer(tree_path / "out")
-    monkeypatch.setattr(trainer, "_train", lambda *args, **named: "trained")
+    monkeypatch.setattr(trainer, "_train_in_folder", lambda *args, **named: "trained")
     assert trainer.train(trial={"learning_rate": 1e-3}) == "trained"
 
 

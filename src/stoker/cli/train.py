@@ -44,7 +44,7 @@ Training:
 Checkpoints:
   --save_steps 500                or --save_strategy epoch|no
   --save_total_limit N            keep the newest N, and the best
-  --overwrite_output_dir          start over; without it, a run goes on from its newest checkpoint
+  --overwrite_output_dir          start over; without it, a run goes on from its newest whole checkpoint
   --resume_from_checkpoint DIR    go on from this one
 
 Several processes (stoker launch -n 4 -m stoker train TASK ...):

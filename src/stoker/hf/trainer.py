@@ -293,7 +293,7 @@ class Trainer(PublishingTrainer):
         start = Start.read(Path(self.args.output_dir))
         # Trials of a search may run side by side: each has a folder of its own.
         with self.only_run_in_folder(again=start.again) if trial is None else contextlib.nullcontext():
-            return self._train(start, resume_from_checkpoint, trial, ignore_keys_for_eval, **named)
+            return self._train_in_folder(start, resume_from_checkpoint, trial, ignore_keys_for_eval, **named)
 
     @contextlib.contextmanager
     def only_run_in_folder(self, *, again: bool = False) -> Iterator[None]:
@@ -318,7 +318,7 @@ class Trainer(PublishingTrainer):
         finally:
             held.release()
 
-    def _train(
+    def _train_in_folder(
         self,
         start: Start,
         resume_from_checkpoint: str | bool | None,
