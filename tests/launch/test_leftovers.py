@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from live import STOKER, environment, running
 
+from rig import MPIS, mpi_environment
 from stoker.launch import leftovers
 
 TWO = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -29,19 +30,20 @@ time.sleep(0.1 if how == "end" else 100)
 """
 
 
-def start(tmp_path: Path, how: str, mark: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, how: str, mark: str, launcher: str = "torchrun") -> subprocess.Popen[str]:
     script, scratch = tmp_path / "script.py", tmp_path / "scratch"
     script.write_text(SCRIPT)
     scratch.mkdir(exist_ok=True)
-    words = [*STOKER, "launch", "-n", "2", "--no-compat", str(script), how, mark]
-    env = environment({"TMPDIR": str(scratch)})
+    words = [*STOKER, "launch", "--launcher", launcher, "-n", "2", "--no-compat", str(script), how, mark]
+    env = environment({"TMPDIR": str(scratch), **(mpi_environment(launcher) if launcher in MPIS else {})})
     return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @TWO
-def test_what_a_failed_rank_has_started_is_ended_and_its_directories_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["torchrun", *(pytest.param(name, marks=pytest.mark.mpi) for name in MPIS)])
+def test_what_a_failed_rank_has_started_is_ended_and_its_directories_removed(launcher: str, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
-    process = start(tmp_path, "fail", mark)
+    process = start(tmp_path, "fail", mark, launcher)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 3, said
     assert not running([mark])
