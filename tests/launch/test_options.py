@@ -201,3 +201,13 @@ def test_omp_num_threads_is_followed_where_it_fits(recorded: Recorded) -> None:
 def test_a_missing_script_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["launch", str(tmp_path / "none.py")]) == 2
     assert "there is no script" in capsys.readouterr().err
+
+
+def test_a_typing_error_in_a_number_plans_nothing_that_fills_the_memory(recorded: Recorded, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"are too many; the most is 65,536, and 4,096 on each"):
+        plan(parse(["--oversubscribe", "-n", "65536", "s.py"]), Config(), recorded("genoa"))
+    (tmp_path / "hosts").write_text("".join(f"127.0.0.{number} slots=4096\n" for number in range(1, 30)))
+    with pytest.raises(UserError, match="118,784 processes"):
+        plan(parse(["-f", str(tmp_path / "hosts"), "s.py"]), Config(), recorded("genoa"))
+    found = plan(parse(["--oversubscribe", "-n", "4096", "s.py"]), Config(), recorded("genoa"))
+    assert len(found.ranks) == 4096

@@ -17,7 +17,7 @@ from stoker.launch.settings import Settings
 from stoker.machine import Machine
 from stoker.numbers import whole_number
 
-__all__ = ["PINNED_BY_HAND", "bind", "choose", "ranges", "thread_variables"]
+__all__ = ["PINNED_BY_HAND", "bind", "choose", "choose_all", "ranges", "thread_variables"]
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # asm/unistd.h
 _MPOL_BIND = 2  # linux/mempolicy.h
@@ -30,11 +30,20 @@ def choose(
     settings: Settings, machine: Machine, local_rank: int, local_size: int, environment: Mapping[str, str]
 ) -> tuple[Placement | None, str | None]:
     """The share of local rank `local_rank`, and a line where a wish could not be followed; None: leave all as it is."""
+    shares, note = choose_all(settings, machine, local_size, environment)
+    return (shares[local_rank] if shares else None), note
+
+
+def choose_all(
+    settings: Settings, machine: Machine, local_size: int, environment: Mapping[str, str]
+) -> tuple[tuple[Placement, ...], str | None]:
+    """The shares of all local ranks; none: leave all as it is."""
     if settings.bind == "none":
-        return None, None
+        return (), None
+    ranks = local_size
     pinned = settings.bind == "keep" or any(name in environment for name in PINNED_BY_HAND)
     if pinned or len(machine.usable_cores) < local_size == 1:
-        local_rank, local_size = 0, 1
+        local_size = 1
     threads, note = settings.threads, None
     inherited = whole_number(environment.get("OMP_NUM_THREADS", "").split(",")[0])
     if threads is None and inherited is not None and inherited >= 0:
@@ -50,7 +59,7 @@ def choose(
         nodes=settings.nodes,
         oversubscribe=settings.oversubscribe,
     )
-    return shares[local_rank], note
+    return shares if ranks == local_size else shares * ranks, note
 
 
 def _inherited_threads(

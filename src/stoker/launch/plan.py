@@ -22,7 +22,7 @@ __all__ = ["Plan", "PlannedRank", "counts", "handed_over", "launch_command", "ma
            "srun_command"]  # fmt: skip
 
 
-_MOST, _MOST_LOCAL = 65536, 1024
+_MOST, _MOST_LOCAL = 65536, 4096
 
 
 @dataclass(frozen=True)
@@ -236,10 +236,8 @@ def _ranks(
     host: str, first: int, count: int, settings: Settings, machine: Machine, environment: Mapping[str, str]
 ) -> tuple[PlannedRank, ...]:
     """Placed here already, so that what does not fit is said once, before anything starts."""
-    return tuple(
-        PlannedRank(first + local, host, local, binding.choose(settings, machine, local, count, environment)[0])
-        for local in range(count)
-    )
+    shares, _ = binding.choose_all(settings, machine, count, environment)
+    return tuple(PlannedRank(first + local, host, local, shares[local] if shares else None) for local in range(count))
 
 
 def handed_over(plan: Plan, options: Options) -> dict[str, str]:
