@@ -14,6 +14,7 @@ import resource
 import shutil
 import socket
 import struct
+import sys
 from pathlib import Path
 
 __all__ = ["BIND", "RDONLY", "REMOUNT", "children", "clear", "isolate", "limit_memory", "listing", "mount",
@@ -41,11 +42,11 @@ def isolate(work: Path) -> bool:
     for point in _mount_points():
         with contextlib.suppress(OSError):  # a mount below another that hides it
             mount("none", point, "", REMOUNT | BIND | RDONLY)
-    hidden = Path("/tmp") in work.parents  # then its own mount comes after that of /tmp
-    for folder in ["/dev/shm", "/tmp"]:
-        mount("tmpfs", folder, "tmpfs", 0, "size=1g,mode=1777")
-    if hidden:
-        work.mkdir(parents=True)
+    mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=1g,mode=1777")
+    needed = [__file__, sys.prefix, sys.base_prefix, os.environ.get("STOKER_NATIVE_DIR", ""), *sys.path]
+    if not any(os.path.realpath(path).startswith("/tmp/") for path in needed):
+        mount("tmpfs", "/tmp", "tmpfs", 0, "size=1g,mode=1777")
+        work.mkdir(parents=True, exist_ok=True)
     mount("tmpfs", str(work), "tmpfs", 0, "size=2g,mode=755")
     _raise_loopback()
     return True
