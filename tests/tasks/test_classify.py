@@ -191,3 +191,13 @@ def test_a_number_of_5000_digits_costs_at_most_its_own_row(tmp_path: Path) -> No
     from stoker.tasks.classify.train import _are_fractions
 
     assert not _are_fractions([digits, "1"])
+
+
+def test_other_names_for_the_labels_of_the_model_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stoker.cli import main
+
+    command = ["train", "classify", "--model_name_or_path", "m", "--do_eval", "--validation_file", "dev.tsv"]
+    assert main([*command, "--output_dir", str(tmp_path), "--label_names", "class"]) == 2
+    assert "--label_names class" in capsys.readouterr().err
