@@ -39,10 +39,15 @@ def make_base(folder: Path) -> None:
     for name, count in (("train.tsv", 24), ("dev.tsv", 8)):
         lines = ["sentence\tlabel", *(f"{row['sentence']}\t{row['label']}" for row in rows(count))]
         (folder / name).write_text("\n".join(lines) + "\n")
-    save_model(folder / "model")
+    program = folder / "bin" / "mpirun"  # so that a launch over hosts gets as far as starting it
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20251105'\n")
+    program.chmod(0o755)
+    save_model(folder / "model", "BertModel")
+    save_model(folder / "qa_model", "BertForQuestionAnswering")
 
 
-def save_model(folder: Path) -> None:
+def save_model(folder: Path, kind: str) -> None:
     """A BERT of two layers with an alphabet for a vocabulary, so that it loads in no time."""
     import torch
     import transformers
@@ -64,4 +69,4 @@ def save_model(folder: Path) -> None:
         vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
         max_position_embeddings=128,
     )  # fmt: skip
-    transformers.BertModel(config).save_pretrained(folder)
+    getattr(transformers, kind)(config).save_pretrained(folder)

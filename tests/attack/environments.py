@@ -68,19 +68,13 @@ def _limit(kind: int, value: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(kind, (value, value))
 
 
-def _python_is_for_all() -> bool:
-    """Whether another user could run this Python at all; one below /root is root's own."""
-    folders = [*Path(os.__file__).parents, *Path(__file__).resolve().parents]
-    return all(folder.stat().st_mode & 0o005 == 0o005 for folder in folders)
-
-
 def _as_nobody(processes: int | None = None) -> Callable[[], None]:
     """Root is above modes and limits; this is what everybody else meets."""
 
     def prepare() -> None:
         if processes is not None:
             resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
-        if os.geteuid() == 0 and _python_is_for_all():
+        if os.geteuid() == 0 and sandbox.python_is_for_all():
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from attack import command_lines, data_files, environments, hostfiles, run_logs, yaml_files
+from attack import command_lines, data_files, environments, hostfiles, model_cases, run_logs, yaml_files
 from attack.case import Case
 
 __all__ = ["KINDS", "Kind", "stand_in"]
@@ -23,15 +23,16 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "config": Kind(lambda r, base: yaml_files.config_file(r), 14),
     "answers": Kind(lambda r, base: yaml_files.answers(r), 6),
-    "hostfile": Kind(lambda r, base: hostfiles.hostfile(r), 10),
+    "hostfile": Kind(lambda r, base: hostfiles.hostfile(r), 8),
     "command": Kind(command_lines.any_command, 12),
     "launch": Kind(command_lines.launch, 10),
     "variables": Kind(command_lines.rank_variables, 6),
-    "train": Kind(command_lines.train, 12),
-    "data": Kind(data_files.data_file, 14),
+    "train": Kind(command_lines.train, 10),
+    "data": Kind(data_files.data_file, 12),
     "runlog": Kind(
         lambda r, base: Case(["report", "."], {"run.jsonl": run_logs.random_log(r)}, writes=("report.html",)), 6
     ),
+    "model": Kind(model_cases.model_folder, 8),
     "environment": Kind(environments.odd_environment, 10),
 }
 
@@ -50,7 +51,7 @@ def stand_in() -> None:
     import stoker.tasks.run
     from stoker.plan.model import Collectives, Node
 
-    os.execv = lambda path, words: os._exit(0)  # type: ignore[assignment]
+    os.execv = os.execve = lambda *rest: os._exit(0)  # type: ignore[assignment]
     stoker.launch.start.elastic.launch = lambda *rest, **named: 0
     stoker.launch.start.mpi.launch = lambda *rest, **named: 0
     stoker.launch.start.hosts.check_hosts = lambda names, *rest, **named: None

@@ -85,6 +85,8 @@ def attack(requests: list[dict[str, Any]], jobs: int, kills: int | None = None) 
     def work() -> None:
         try:
             server = Server()
+            if reason := server.ready.get("refused"):
+                raise SystemExit(f"nothing was done: {reason}")
             while not left.empty():
                 try:
                     request = left.get_nowait()

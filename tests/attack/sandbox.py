@@ -17,8 +17,8 @@ import struct
 import sys
 from pathlib import Path
 
-__all__ = ["BIND", "RDONLY", "REMOUNT", "children", "clear", "isolate", "limit_memory", "listing", "mount",
-           "own_mounts", "unmount"]  # fmt: skip
+__all__ = ["BIND", "RDONLY", "REMOUNT", "Unsafe", "children", "clear", "isolate", "limit_memory", "listing", "mount",
+           "own_mounts", "python_is_for_all", "unmount"]  # fmt: skip
 
 _NEWNS, _NEWIPC, _NEWNET = 0x00020000, 0x08000000, 0x40000000  # linux/sched.h
 RDONLY, REMOUNT, BIND, _REC, _PRIVATE = 1, 32, 4096, 16384, 1 << 18  # linux/mount.h
@@ -27,19 +27,32 @@ _NOBODY = 65534
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+class Unsafe(Exception):
+    """This process is root and cannot be kept from harming the machine."""
+
+
 def isolate(work: Path) -> bool:
     """Before anything else in this process; False if it shares mounts and network with the rest of the machine."""
     _libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # what a case leaves running becomes a child of this process
     if os.geteuid() != 0:
         return False
-    if _libc.unshare(_NEWNS | _NEWIPC | _NEWNET):
-        os.chown(work, _NOBODY, _NOBODY)
-        os.setgroups([])
-        os.setgid(_NOBODY)
-        os.setuid(_NOBODY)
+    try:
+        _take_own_mounts(work)
+    except OSError:
+        _become_nobody(work)
         return False
+    with contextlib.suppress(OSError):
+        _raise_loopback()
+    return True
+
+
+def _take_own_mounts(work: Path) -> None:
+    if _libc.unshare(_NEWNS | _NEWIPC | _NEWNET):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     mount("none", "/", "", _REC | _PRIVATE)
     for point in _mount_points():
+        if point == "/":
+            mount("none", point, "", REMOUNT | BIND | RDONLY)
         with contextlib.suppress(OSError):  # a mount below another that hides it
             mount("none", point, "", REMOUNT | BIND | RDONLY)
     mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=1g,mode=1777")
@@ -48,8 +61,21 @@ def isolate(work: Path) -> bool:
         mount("tmpfs", "/tmp", "tmpfs", 0, "size=1g,mode=1777")
         work.mkdir(parents=True, exist_ok=True)
     mount("tmpfs", str(work), "tmpfs", 0, "size=2g,mode=755")
-    _raise_loopback()
-    return True
+
+
+def python_is_for_all() -> bool:
+    """Whether another user could run this Python and these tests at all; what lies below /root is root's own."""
+    folders = [*Path(os.__file__).parents, *Path(__file__).resolve().parents]
+    return all(folder.stat().st_mode & 0o005 == 0o005 for folder in folders)
+
+
+def _become_nobody(work: Path) -> None:
+    if not python_is_for_all():
+        raise Unsafe("root without mounts of its own could damage the machine, and no other user can run this Python")
+    os.chown(work, _NOBODY, _NOBODY)
+    os.setgroups([])
+    os.setgid(_NOBODY)
+    os.setuid(_NOBODY)
 
 
 def own_mounts() -> None:

@@ -7,6 +7,7 @@ had started OpenMP's threads, so whatever computes here does it in a fork too.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -17,11 +18,14 @@ from attack import sandbox  # noqa: E402
 
 if __name__ == "__main__":
     WORK = Path(sys.argv[1]).resolve()
-    ISOLATED = sandbox.isolate(WORK)
+    try:
+        ISOLATED = sandbox.isolate(WORK)
+    except sandbox.Unsafe as reason:
+        print("READY", json.dumps({"refused": str(reason)}))
+        sys.exit(0)
 
 import atexit  # noqa: E402
 import contextlib  # noqa: E402
-import json  # noqa: E402
 import select  # noqa: E402
 import signal  # noqa: E402
 import threading  # noqa: E402
@@ -78,6 +82,7 @@ def main() -> None:
 def _import_everything() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ["PATH"] = os.pathsep.join([str(WORK / "base" / "bin"), os.environ.get("PATH", os.defpath)])
     import importlib
 
     import torch
@@ -212,8 +217,9 @@ def _enter(case: Case, folder: Path) -> None:
 def _call(case: Case, folder: Path) -> int:
     import tempfile
 
+    variables = _variables(case, folder)
     os.environ.clear()
-    os.environ.update(_variables(case, folder))
+    os.environ.update(variables)
     tempfile.tempdir = None
     sandbox.limit_memory(MEMORY)
     _enter(case, folder)

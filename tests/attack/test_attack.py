@@ -16,13 +16,15 @@ from attack.planted import PLANTED
 from attack.run import Server, describe
 
 SHORT = {"config": 24, "answers": 8, "hostfile": 16, "command": 16, "launch": 16, "variables": 10, "train": 12, "data": 14,
-         "environment": 30, "runlog": 12}  # fmt: skip
+         "environment": 30, "runlog": 10, "model": 8}  # fmt: skip
 KILLED_RUNS = 4
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     started = Server()
+    if reason := started.ready.get("refused"):
+        pytest.skip(reason)
     yield started
     started.close()
 

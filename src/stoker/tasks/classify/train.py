@@ -64,8 +64,8 @@ def main(argv: list[str]) -> int:
             raise UserError(f"--task_name {options.task_name} is no GLUE task; there are {', '.join(GLUE)}")
     if args.label_names not in (None, ["labels"]):
         raise UserError(
-            f"--label_names {' '.join(args.label_names)}: the model of this task calls its labels `labels`; leave it out, and name "
-            "the column of the file by --label_column_name"
+            f"--label_names {' '.join(args.label_names)}: the model of this task calls its labels `labels`; leave it out, and "
+            "name the column of the file by --label_column_name"
         )
     set_seed(args.seed)
     regression = _regression(options)
