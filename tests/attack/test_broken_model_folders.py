@@ -198,6 +198,29 @@ def test_a_head_of_another_size_is_replaced_if_asked(broken: Callable[[str], Pat
     assert warned == []
 
 
+def test_models_without_a_part_called_base_are_compared_too(good: Path, tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.T5Config(vocab_size=321, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    config.save_pretrained(tmp_path)
+    shutil.copy(good / "model.safetensors", tmp_path)
+    with pytest.raises(UserError, match=r"they hold none of the .* tensors of its base model, but bert\.embeddings"):
+        loading.model_of(transformers.AutoModelForQuestionAnswering, str(tmp_path), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("layer_norm_eps", "1e-12"), ("layer_norm_eps", None), ("hidden_act", 7), ("pad_token_id", True)],
+)
+def test_values_that_would_fail_in_the_first_step_are_refused_when_loading(name: str, value: Any) -> None:
+    import transformers
+
+    config = transformers.BertConfig()
+    config.__dict__[name] = value  # as transformers 4 takes it from the file
+    assert f"{name} in its config.json is {value!r}" in str(loading._wrong_type(config))
+    assert loading._wrong_type(transformers.BertConfig()) is None
+
+
 def test_a_bug_of_our_own_is_not_taken_for_a_broken_folder(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Buggy:
         @staticmethod

@@ -17,6 +17,7 @@ from stoker.errors import UserError, first_line, outside_reason
 from stoker.tasks.model_folder import (
     CONFIG_FILES,
     TOKENIZER_FILES,
+    VOCABULARY_FILES,
     WEIGHT_FILES,
     broken_file,
     check_before_loading,
@@ -107,6 +108,8 @@ def _why_not(error: BaseException, loader: Any, what: str, name: str, flag: str,
         broken = "there is no config.json in it"
     if broken is None and stage == "weights" and (at_fault := _config_fault(loader, config)):
         broken = f"config.json describes no model that can be built ({at_fault})"
+    if broken is None and stage == "tokenizer" and not any(any(folder.glob(one)) for one in VOCABULARY_FILES):
+        return _no_vocabulary(name, flag)
     if broken is None:
         files = {
             "config": "config.json",
@@ -153,7 +156,7 @@ def config_of(name: str, *, flag: str, **options: Any) -> Any:
     from transformers import AutoConfig
 
     config = loaded(AutoConfig, "model", name, flag=flag, **options)
-    wrong = next(filter(None, (_wrong_number(config, one) for one in _NUMBERS)), None)
+    wrong = next(filter(None, (_wrong_number(config, one) for one in _NUMBERS)), None) or _wrong_type(config)
     if wrong is None and sorted(config.id2label or {}) != list(range(len(config.id2label or {}))):
         wrong = "id2label in its config.json does not number the labels from 0 on"
     if wrong is not None:
@@ -171,6 +174,27 @@ def _wrong_number(config: Any, name: str) -> str | None:
     return f"{name} in its config.json is {value!r}, not a number above 0"
 
 
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+
+
+def _wrong_type(config: Any) -> str | None:
+    """A value that is not of its default's kind. transformers 4 does not look, and fails in the first step."""
+    try:
+        defaults = type(config)().to_dict()
+    except Exception:  # a class that needs arguments
+        return None
+    for name, default in defaults.items():
+        value = getattr(config, name, default)
+        if isinstance(default, float) and (not isinstance(value, int | float) or isinstance(value, bool)):
+            if value is not None or name.endswith(("eps", "epsilon")):
+                return f"{name} in its config.json is {value!r}, not a number"
+        elif name in _ACTIVATIONS and isinstance(default, str) and not isinstance(value, str):
+            return f"{name} in its config.json is {value!r}, not the name of a function"
+        elif name == "pad_token_id" and (isinstance(value, bool) or not isinstance(value, int | None)):
+            return f"{name} in its config.json is {value!r}, not the number of a token"
+    return None
+
+
 def load_tokenizer(options: Any) -> Any:
     name = options.tokenizer_name or options.model_name_or_path
     flag = "--tokenizer_name" if options.tokenizer_name else "--model_name_or_path"
@@ -184,10 +208,7 @@ def tokenizer_of(name: str, *, flag: str, **options: Any) -> Any:
     tokenizer = loaded(AutoTokenizer, "tokenizer", name, flag=flag, **options)
     fast_backend(tokenizer)
     if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
-        raise UserError(
-            f"no tokenizer can be loaded from {name}: there is no vocabulary (tokenizer.json, vocab.txt or the like); copy "
-            f"the tokenizer's files there{'' if flag == '--model' else ', or name a tokenizer by --tokenizer_name'}"
-        )
+        raise UserError(_no_vocabulary(name, flag))
     length = tokenizer.model_max_length
     if not isinstance(length, int | float) or not length > 0:
         raise UserError(f"model_max_length in tokenizer_config.json of {name} is {length!r}, not a number above 0")
@@ -196,6 +217,13 @@ def tokenizer_of(name: str, *, flag: str, **options: Any) -> Any:
         lambda: tokenizer("Who wrote it?", "Ada wrote the letter.")
     )
     return tokenizer
+
+
+def _no_vocabulary(name: str, flag: str) -> str:
+    return (
+        f"no tokenizer can be loaded from {name}: there is no vocabulary (tokenizer.json, vocab.txt or the like); copy the "
+        f"tokenizer's files there{'' if flag == '--model' else ', or name a tokenizer by --tokenizer_name'}"
+    )
 
 
 def check_vocabulary(tokenizer: Any, config: Any, name: str) -> None:
@@ -270,11 +298,16 @@ def _check_weights(model: Any, facts: Mapping[str, Any], name: str, advice: str 
         )  # fmt: skip
 
 
+_HEADS = ("qa_outputs", "classifier", "classification_head", "score")
+
+
 def _base_weights(model: Any) -> set[str]:
     """The names of what was pretrained. The pooler counts as part of a head: many checkpoints are saved without it."""
     prefix = f"{model.base_model_prefix}."
-    names = [name for name, _ in model.named_parameters()]
-    return {name for name in names if name.startswith(prefix) and ".pooler." not in name}
+    names = {name for name, _ in model.named_parameters()}
+    base = {name for name in names if name.startswith(prefix) and ".pooler." not in name}
+    # Some models, like T5's, hold encoder and decoder beside the head.
+    return base or {name for name in names if name.partition(".")[0] not in _HEADS}
 
 
 def _without_prefix(model: Any, names: Iterable[str]) -> list[str]:

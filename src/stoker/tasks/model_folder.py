@@ -15,13 +15,22 @@ from typing import Any
 
 from stoker.errors import UserError
 
-__all__ = ["CONFIG_FILES", "TOKENIZER_FILES", "WEIGHT_FILES", "broken_file", "check_before_loading", "integer_tensors"]
+__all__ = [
+    "CONFIG_FILES",
+    "TOKENIZER_FILES",
+    "VOCABULARY_FILES",
+    "WEIGHT_FILES",
+    "broken_file",
+    "check_before_loading",
+    "integer_tensors",
+]
 
 CONFIG_FILES = ("config.json",)
 TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
+VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json", "*.safetensors")
 
 _HEADER = 100 << 20  # bytes that safetensors itself allows for the header of a file
