@@ -207,7 +207,7 @@ def _tokenizer_faults(content: dict[str, Any]) -> Iterator[tuple[str, Fault]]:
         model = {**content["model"], name: other}
         yield f"{name} of {TOKENIZER} is {str(other)[:30]}", _set(TOKENIZER, "model", model)
     for name, values in {
-        "tokenizer_class": ("NoSuchTokenizer", 7, None, "T5Tokenizer", "CanineTokenizer"),
+        "tokenizer_class": ("NoSuchTokenizer", 7, None, "T5Tokenizer", "ByT5Tokenizer"),
         "model_max_length": (-1, 0, 5, "x", None, 1e30),
         "pad_token": (7, None, "no such token", {"a": 1}),
         "cls_token": (None, 7),
