@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -60,6 +61,14 @@ def test_what_cannot_be_run_is_one_sentence(words: list[str], says: str) -> None
     done = launch("--no-compat", *words)
     assert done.returncode == 2
     assert done.stderr.startswith(f"stoker: {says}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_settings_of_another_version_are_one_sentence() -> None:
+    words = [sys.executable, "-m", "stoker.launch.run", '{"from_the_future":1}', RANK]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("stoker: these are not settings of this version of Stoker")
     assert done.stderr.count("\n") == 1
 
 

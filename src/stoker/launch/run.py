@@ -44,10 +44,12 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def main(arguments: list[str]) -> NoReturn:
     streams.keep_running()
-    told = arguments
-    if arguments[0] == handover.FLAG:
-        told = _handed_over()
-    settings, script, rest = Settings.from_word(told[0]), told[1], told[2:]
+    try:
+        told = handover.read(os.environ) if arguments[0] == handover.FLAG else arguments
+        settings, script, rest = Settings.from_word(told[0]), told[1], told[2:]
+    except UserError as error:
+        print(f"stoker: {error}", file=sys.stderr)
+        sys.exit(2)
     if settings.launched:
         command.launched_as(command.Launch(settings.launched, settings.tells, settings.outer))
     rank: Rank | None = None
@@ -67,14 +69,6 @@ def main(arguments: list[str]) -> NoReturn:
         print(f"stoker: {error}", file=sys.stderr)
         _end(settings, rank, 2, f"stoker: {error}\n", screen)
     _run(settings, rank, script, rest, screen, layer)
-
-
-def _handed_over() -> list[str]:
-    try:
-        return handover.read(os.environ)
-    except UserError as error:
-        print(f"stoker: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def _prepare(settings: Settings, rank: Rank | None) -> tuple[int, Layer | None]:
