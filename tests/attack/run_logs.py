@@ -131,6 +131,9 @@ def _broken_files() -> dict[str, bytes]:
         "resumed beyond the end": good + _as_bytes([{"kind": "start", "resumed_at": 1 << 40}, *GOOD[4:]]),
         "resumed before the beginning": good + _as_bytes([{"kind": "start", "resumed_at": 0}]),
         "only an end": _as_bytes(GOOD[-1:]),
+        "an unfinished run at a step of markup": _as_bytes(
+            [GOOD[0], {"kind": "trained", "step": 2}, {"kind": "step", "step": MARKUP}]
+        ),
         "thousands of bad lines": b"{\n" * 5000 + good,
         "two sides of 500": _as_bytes([{"kind": "speed", "sides": {f"side {n}": [1.0] for n in range(500)}}]),
         "300 ranks": _as_bytes([{"kind": "waits", "step": 1, "rows": [[1, 7, *[0.5] * 300]]}]),

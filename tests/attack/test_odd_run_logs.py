@@ -144,6 +144,17 @@ def test_a_step_that_is_text_is_left_out_and_counted(tmp_path: Path, capsys: pyt
     assert "<script" not in text
 
 
+def test_a_step_of_markup_does_not_reach_the_page_of_an_unfinished_run(tmp_path: Path, usual: set[str]) -> None:
+    """The page of such a run names its last step."""
+    log = RunLog(tmp_path)
+    log.write("start", task="qa")
+    log.write("trained", step=2)
+    log.write("step", step=MARKUP)
+    text = render(read_run(tmp_path))
+    assert "last seen at step 0" in text
+    assert elements(text) <= usual
+
+
 def test_what_the_log_says_reaches_the_page_as_text(tmp_path: Path, usual: set[str]) -> None:
     """Every text of the log that a page shows, all at once."""
     log = RunLog(tmp_path)
