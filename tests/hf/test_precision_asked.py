@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import stoker
 from hf import tiny
 from stoker.machine import rates
 from stoker.model import precision
@@ -45,6 +46,47 @@ def test_the_trainer_computes_in_bf16_only_with_the_flag(tree_path: Path, bf16: 
     with types_of_layers() as seen:
         trainer.train()
     assert seen == {expected}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bf16", "expected"),
+    [
+        (torch.bfloat16, False, torch.bfloat16),
+        ("auto", False, torch.bfloat16),
+        (torch.float32, True, torch.float32),
+        (None, True, torch.bfloat16),
+    ],
+)
+def test_the_trainer_keeps_the_precision_that_a_script_asked_of_optimize(
+    tree_path: Path, dtype: precision.Asked, bf16: bool, expected: torch.dtype
+) -> None:
+    model = stoker.optimize(tiny.tiny_model(), dtype=dtype)
+    trainer = tiny.trainer(tree_path, model=model, max_steps=1, save_strategy="no", bf16=bf16)
+    with types_of_layers() as seen:
+        trainer.train()
+    assert seen == {expected}
+    assert trainer._precision() == expected, "what the share of the peak is computed for"
+
+
+def test_each_trainer_of_a_model_asks_for_the_precision_of_its_own_flag(tree_path: Path) -> None:
+    model, asked = tiny.tiny_model(), []
+    for bf16 in (True, False):
+        trainer = tiny.trainer(tree_path / str(bf16), model=model, max_steps=1, save_strategy="no", bf16=bf16)
+        trainer.train()
+        asked.append({module.stoker_settings.dtype for module in model.modules() if isinstance(module, FusedLayer)})
+    assert asked == [{torch.bfloat16}, {None}]
+
+
+def test_the_trainer_follows_the_mixed_precision_of_a_launch(tree_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = tiny.trainer(tree_path, max_steps=1, save_strategy="no")
+    with types_of_layers() as seen:
+        trainer.train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert seen == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

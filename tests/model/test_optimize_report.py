@@ -32,6 +32,12 @@ def test_the_report_names_the_type_that_is_used() -> None:
     mixed = tiny.model("Bert", "QuestionAnswering")
     mixed.qa_outputs.bfloat16()
     assert stoker.report(stoker.optimize(mixed)).precision == "bfloat16 and float32, as the parameters are stored"
+    assert stoker.report(stoker.optimize(mixed, dtype=torch.float32)).precision == "fp32, as asked"
+    mixed.bert.bfloat16()
+    mixed.qa_outputs.float()
+    for asked in (torch.float32, torch.bfloat16):  # the base model computes in bf16 whatever is asked for
+        report = stoker.report(stoker.optimize(mixed, dtype=asked))
+        assert report.precision == "bfloat16 and float32, as the parameters are stored"
     off = stoker.optimize(tiny.model("Bert", "QuestionAnswering"), dtype=torch.bfloat16, level="O0")
     assert "switched off" in stoker.report(off).precision
 

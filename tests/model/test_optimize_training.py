@@ -162,8 +162,9 @@ def test_fp32_input_on_bf16_weights_is_stocks_error_and_bf16_inside_autocast() -
         torch.testing.assert_close(model(x), stock(x))
 
 
-def test_bf16_for_an_unknown_family_applies_inside_autocast_and_the_report_says_so() -> None:
-    model = stoker.optimize(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_decides_for_an_unknown_family_and_the_report_says_so(dtype: torch.dtype) -> None:
+    model = stoker.optimize(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), dtype=dtype)
     assert "autocast" in stoker.report(model).precision
     x = torch.randn(32, 64)
     assert model(x).dtype == torch.float32

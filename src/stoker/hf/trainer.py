@@ -92,16 +92,25 @@ class Trainer(PublishingTrainer):
             return optimizer
         from stoker.hf.accelerator import clip_in_one_pass
         from stoker.model import optimize
-        from stoker.model.report import switches
+        from stoker.model.report import keep_switches, switches
 
         clip_in_one_pass(self.accelerator)
-        dtype = torch.bfloat16 if self.args.bf16 else None
-        kept = switches(self.model)  # of a script that has called `optimize` itself
+        own = switches(self.model)  # of a script that has called `optimize` itself
+        kept = {} if own is None else {"unpad": own.unpad, "fuse": own.fuse, "fuse_loss": own.fuse_loss}
         self._optimized = self.model
-        if optimizer is None:
-            optimize(self.model, dtype=dtype, **kept)
-            return None
-        return optimize(self.model, optimizer, dtype=dtype, **kept)[1]
+        done = optimize(self.model, optimizer, dtype=self._precision(), **kept)
+        keep_switches(self.model, own)  # another Trainer of this model may have other flags
+        return None if optimizer is None else done[1]
+
+    def _precision(self) -> torch.dtype | None:
+        """What a script asked of `optimize` itself, else mixed precision's; None: the model's own, or autocast's."""
+        from stoker.model.report import switches
+
+        own = switches(self.model)
+        if own is not None and own.dtype is not None:
+            return own.dtype
+        launch = getattr(self.args, "mixed_precision", None)  # of a launch; transformers 4 has only its autocast
+        return torch.bfloat16 if self.args.bf16 or launch == "bf16" else None
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         super().create_optimizer(*([] if model is None else [model]))
@@ -330,7 +339,7 @@ class Trainer(PublishingTrainer):
         self.in_turn(lambda: checkpoints.tidy(folder))
         self._data_facts = resume.data_facts(self.train_dataset)
         checkpoint = self._after_restart(folder, start) or self._checkpoint_to_resume(folder, resume_from_checkpoint)
-        self._meter = Meter.of(self.model, bf16=self.args.bf16) if self.model is not None else None
+        self._meter = Meter.of(self.model, bf16=self._precision() == torch.bfloat16) if self.model is not None else None
         if self._meter is not None:
             self._meter.padded_length = self.padded_length
         self.recorder.begin(checkpoint, start.facts)

@@ -87,12 +87,12 @@ def optimize(
     restore(model)  # a second call starts from stock, so that its switches count
     encoder = _apply(model, settings) if unpad or fuse else False
     stored = _stored_types(model)
-    if stored - {torch.float32} and (len(stored) == 1 or chosen is None):  # activations follow the parameters
+    if stored - {torch.float32} and (chosen is None or _follows_parameters(model)):
         names = sorted(str(dtype).removeprefix("torch.") for dtype in stored)
         why = f"{' and '.join(names)}, as the parameters are stored"
     elif not (unpad or fuse):
         why = "left alone: unpad and fuse are switched off"
-    elif chosen == torch.bfloat16 and not encoder:
+    elif chosen is not None and not encoder:
         why = "fp32: not a family of the table; bf16 applies inside torch.autocast('cpu', torch.bfloat16)"
     notes = Notes(
         precision=why,
@@ -131,6 +131,13 @@ def _explain(ipex: dict[str, Any]) -> None:
 
 def _stored_types(model: nn.Module) -> set[torch.dtype]:
     return {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+
+
+def _follows_parameters(model: nn.Module) -> bool:
+    """Whether activations have the type of parameters that are not fp32, whatever was asked for (see `Door`)."""
+    doors = [module for module in model.modules() if isinstance(module, Door)]
+    first = [next(door.parameters(), None) for door in doors]
+    return not doors or any(parameter is not None and parameter.dtype != torch.float32 for parameter in first)
 
 
 def _sparse_tables(model: nn.Module) -> set[torch.Tensor]:

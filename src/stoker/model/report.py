@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -20,7 +20,7 @@ from stoker.model.layer import FusedEmbeddings, FusedLayer, RelativeBias
 from stoker.model.leaves import LeafDropout, kernel_for
 from stoker.model.swap import Optimized, Settings, stock_class
 
-__all__ = ["Notes", "Report", "any_optimized", "forget", "note", "report", "switches"]
+__all__ = ["Notes", "Report", "any_optimized", "forget", "keep_switches", "note", "report", "switches"]
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,14 @@ def note(model: nn.Module, notes: Notes) -> None:
     _NOTES[model] = notes
 
 
-def switches(model: nn.Module) -> dict[str, bool]:
-    """The switches that `optimize` was last called with on this model; none if it was not, or was undone."""
-    chosen = (_NOTES.get(model) or Notes()).switches
-    return {} if chosen is None else {"unpad": chosen.unpad, "fuse": chosen.fuse, "fuse_loss": chosen.fuse_loss}
+def switches(model: nn.Module) -> Settings | None:
+    """What a script has called `optimize` with on this model; None if it has not, or if that was undone."""
+    return (_NOTES.get(model) or Notes()).switches
+
+
+def keep_switches(model: nn.Module, asked: Settings | None) -> None:
+    """Makes `switches` return `asked`, after a call of `optimize` that was not the script's own."""
+    _NOTES[model] = replace(_NOTES[model], switches=asked)
 
 
 def any_optimized() -> bool:
