@@ -28,7 +28,7 @@ KINDS = {
 
 # Tests whose subject is Python's side of things, or a process of its own: one instruction set is enough for them.
 SAME_EVERYWHERE = (
-    "compiled or compile or registration or dispatcher or checkpoint or python_threads or curve or fault or trainer "
+    "compiled or compile or registration or dispatcher or checkpoint or python_threads or curve or steps_fault or trainer "
     "or torch_save or onednn_forgets or oldest"
 )
 
