@@ -286,7 +286,6 @@ SAME_FILE = {
     "numbers of the menus": ["0", "1", "1", "yes", "no", "no", "2", "2"],
     "short words": ["LOCAL_MACHINE", "MULTI_CPU", "1", "y", "n", "N", "2", "BF16"],
     "defaults": ["", "multi-CPU", "", "", "", "", "2", "bf16"],
-    "the first answers only": ["This machine", "multi-CPU", "1", "yes", "no", "no", "2"],
 }
 
 
@@ -294,6 +293,11 @@ SAME_FILE = {
 def test_answers_of_every_release_are_taken_for_what_they_answered(lines: list[str], recorded: Recorded) -> None:
     config, _ = piped(lines, recorded("sapphire_rapids_4"))
     assert config == Config(distributed_type="MULTI_CPU", num_processes=2, mixed_precision="bf16")
+
+
+def test_the_first_answers_only_leave_the_defaults_to_the_rest(recorded: Recorded) -> None:
+    config, _ = piped(["This machine", "multi-CPU", "1", "yes", "no", "no", "2"], recorded("sapphire_rapids_4"))
+    assert config == Config(distributed_type="MULTI_CPU", num_processes=2, mixed_precision="no")
 
 
 def test_answers_of_todays_accelerate_are_taken_too(recorded: Recorded) -> None:
@@ -370,7 +374,7 @@ def test_the_machine_proposes_processes_and_threads(recorded: Recorded) -> None:
     assert answers["distributed_type"] == "MULTI_CPU"
     assert answers["num_processes"] == 4
     assert "28 here]" in screen.getvalue()
-    assert answers["mixed_precision"] == "bf16"
+    assert answers["mixed_precision"] == "no", "precision is asked for, not proposed by the CPU"
 
 
 def test_every_question_is_also_a_flag(homeless: Path, capsys: pytest.CaptureFixture[str]) -> None:

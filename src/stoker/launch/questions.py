@@ -210,7 +210,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         "mixed_precision", "Do you wish to use mixed precision?", "choice",
-        lambda answers, machine: "bf16" if machine.isa.bf16_units else "no", _same(("no", "fp16", "bf16", "fp8")),
+        lambda answers, machine: "no", _same(("no", "fp16", "bf16", "fp8")),
     ),
 )  # fmt: skip
 assert {name for question in QUESTIONS if question.name == "launcher" for name, _ in question.choices} == set(LAUNCHERS)
