@@ -35,6 +35,19 @@ def test_an_engine_that_was_uninstalled_is_replaced_once(monkeypatch, tmp_path) 
     assert [engine for choices in stored.values() for engine in choices.values()] == ["stoker"]
 
 
+@pytest.mark.parametrize("limit", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"])
+def test_what_is_measured_with_kernels_held_back_is_kept_apart(monkeypatch, limit: str) -> None:
+    """Else one run with a limit would leave bf16 without the CPU's bf16 units for good."""
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):
+        monkeypatch.delenv(name, raising=False)
+    fastest = {"": "torch", "AVX2": "stoker"}
+    for value in ("", "AVX2", ""):
+        monkeypatch.setenv(limit, value)
+        engines.forget()
+        monkeypatch.setattr(engines, "_fastest", lambda *_, value=value: fastest[value])
+        assert engines.choose("nt", 300, 256, 256, torch.float32) == fastest[value]
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes", "expected"),
     [

@@ -21,6 +21,7 @@ from torch import Tensor
 from stoker.kernels import native, products
 from stoker.machine import cache_directory
 from stoker.machine.facts import this_machine
+from stoker.machine.isa import lowered_by
 
 __all__ = ["choose", "forget"]
 
@@ -145,7 +146,7 @@ def _trial(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype) -
 
 def _key() -> str:
     """What the measurements depend on."""
-    return f"{this_machine().fingerprint} torch {torch.__version__} {native.level()}"
+    return f"{this_machine().fingerprint} torch {torch.__version__} {native.level()} {lowered_by()}".rstrip()
 
 
 def _load() -> dict[str, str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
-__all__ = ["ARM_SETS", "X86_SETS", "InstructionSets", "read_instruction_sets"]
+__all__ = ["ARM_SETS", "X86_SETS", "InstructionSets", "lowered_by", "read_instruction_sets"]
 
 X86_SETS: dict[str, str] = {
     "AVX2": "avx2",
@@ -36,6 +37,14 @@ ARM_SETS: dict[str, str] = {
     "SVE2": "sve2",
     "SME": "sme",
 }
+
+
+_LOWERED_BY = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "STOKER_ISA")
+
+
+def lowered_by() -> str:
+    """The settings that hold kernels below what the CPU has: what is measured under them holds only under them."""
+    return ",".join(f"{name}={os.environ[name]}" for name in _LOWERED_BY if os.environ.get(name))
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import os
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from stoker.machine import cache_directory
 from stoker.machine.facts import Machine, this_machine
+from stoker.machine.isa import lowered_by
 
 __all__ = ["WORTHWHILE_GAIN", "Rates", "TrainingStep", "bf16_training_gain", "installed_version", "known", "save"]
 
@@ -23,8 +23,6 @@ WORTHWHILE_GAIN = 1.15
 """How many times as fast bf16 must train before it is recommended: below, fp32's three more digits are worth more."""
 
 _FORMAT = 2  # raised when the meaning of a stored figure changes; files of another format are measured again
-_LOWERED_BY = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "STOKER_ISA")
-"""Settings that hold kernels below what the CPU has: what is measured under them holds only under them."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +142,6 @@ def installed_version(package: str) -> str:
 
 
 def _name(machine: Machine) -> str:
-    lowered = ",".join(f"{name}={os.environ[name]}" for name in _LOWERED_BY if os.environ.get(name))
+    lowered = lowered_by()
     suffix = f"-{hashlib.sha256(lowered.encode(errors='replace')).hexdigest()[:8]}" if lowered else ""
     return f"rates-{machine.fingerprint}{suffix}.json"
