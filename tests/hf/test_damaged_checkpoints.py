@@ -15,7 +15,7 @@ import transformers
 
 from hf import tiny
 from stoker.errors import UserError
-from stoker.hf import checkpoints
+from stoker.hf import checkpoints, resume
 from stoker.hf.checkpointing import choice, manifest
 
 SETTINGS: dict[str, Any] = {"max_steps": 4, "save_steps": 2}
@@ -118,7 +118,9 @@ def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_weights_of_one_t
     assert choice.newest_whole(run) == run / "checkpoint-4"  # written again
 
 
-def test_a_damaged_checkpoint_asked_for_by_name_is_refused_with_the_newest_whole_one(run: Path) -> None:
+def test_a_damaged_checkpoint_asked_for_by_name_is_refused_with_the_newest_whole_one(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     flip(run / "checkpoint-4" / "model.safetensors")
     with pytest.raises(UserError) as refusal:
         tiny.trainer(run, **SETTINGS).train(resume_from_checkpoint=str(run / "checkpoint-4"))
@@ -128,6 +130,7 @@ def test_a_damaged_checkpoint_asked_for_by_name_is_refused_with_the_newest_whole
     )
     assert f"{run / 'checkpoint-2'} is the newest that is whole" in said
     assert f"delete {manifest.NAME}" in said
+    assert "is skipped" not in caplog.text  # the refusal says it
     empty(run / "checkpoint-2" / "scheduler.pt")
     with pytest.raises(UserError, match="no other checkpoint beside it is whole"):
         tiny.trainer(run, **SETTINGS).train(resume_from_checkpoint=str(run / "checkpoint-4"))
@@ -139,6 +142,29 @@ def test_contents_that_only_loading_can_judge_are_one_sentence(run: Path) -> Non
     (checkpoint / "optimizer.pt").write_bytes(b"\x80\x02garbage")
     with pytest.raises(UserError, match="checkpoint-4 cannot be resumed from"):
         tiny.trainer(run, **{**SETTINGS, "max_steps": 6}).train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adafactor", "rmsprop"])
+def test_an_optimizer_that_cannot_go_on_from_the_state_of_another_is_refused(run: Path, optim: str) -> None:
+    with pytest.raises(UserError, match=f"--optim adamw_torch.*, and --optim {optim} cannot go on from its state"):
+        tiny.trainer(run, **{**SETTINGS, "max_steps": 6, "optim": optim}).train(resume_from_checkpoint=True)
+
+
+def test_an_optimizer_with_the_same_state_goes_on(run: Path) -> None:
+    trainer = tiny.trainer(run, **{**SETTINGS, "max_steps": 6, "optim": "adamw_torch"})
+    before = (resume.read(run / "checkpoint-4") or {})["run"]["optimizer"]
+    other = "adamw_torch_fused" if before == "adamw_torch" else "adamw_torch"
+    trainer.args.optim = transformers.training_args.OptimizerNames(other)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 6
+
+
+@pytest.mark.parametrize("content", ["[]", '{"model": 5}', '{"run": [1]}', "[" * 100_000])
+def test_facts_of_a_run_that_are_none_are_left_out_of_the_comparison(run: Path, content: str) -> None:
+    checkpoint = run / "checkpoint-4"
+    (checkpoint / manifest.NAME).unlink()
+    (checkpoint / resume.NAME).write_text(content)
+    assert resume.check(checkpoint, {"model": {"shapes": "a"}, "data": {"rows": 1}, "run": {"seed": 1}}) == []
 
 
 def test_files_that_resuming_does_not_read_may_be_changed_and_deleted(run: Path) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "facts_of",
     "random_numbers",
     "read",
+    "require_optimizer",
     "write",
 ]
 
@@ -141,12 +142,13 @@ def write(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """The facts of a checkpoint; None if it was written by stock transformers."""
+    """The facts of a checkpoint; None if it was written by stock transformers, or its file holds something else."""
     try:
         facts = json.loads((folder / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return facts if isinstance(facts, dict) else None
+    kept = isinstance(facts, dict) and all(isinstance(part, dict) for part in facts.values())
+    return facts if kept else None
 
 
 def check(checkpoint: Path, now: dict[str, dict[str, Any]]) -> list[str]:
@@ -165,6 +167,23 @@ def check(checkpoint: Path, now: dict[str, dict[str, Any]]) -> list[str]:
     if not data and None not in samples and samples[0] != samples[1]:
         data = ["the training data has other rows"]
     return [*model, *data, *_differences(before.get("run", {}), now["run"])]
+
+
+def require_optimizer(checkpoint: Path, optimizer: Any, name: str) -> None:
+    """UserError if `checkpoint`, whose state `optimizer` has just loaded, was written by one with other settings.
+
+    Otherwise the first step would fail on the settings that the state does not have.
+    """
+    before = (read(checkpoint) or {}).get("run", {}).get("optimizer")
+    needed = set(getattr(optimizer, "defaults", ()))
+    if before == name or not any(needed - set(group) for group in optimizer.param_groups):
+        return
+    written = f"--optim {before}" if before else "another optimizer"
+    again = f"give --optim {before} again" if before else "give that one"
+    raise UserError(
+        f"{checkpoint} was written with {written}, and --optim {name} cannot go on from its state; "
+        f"{again}, or start over (--overwrite_output_dir)"
+    )
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], hide: tuple[str, ...] = ()) -> list[str]:

@@ -417,6 +417,10 @@ class Trainer(PublishingTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with choice.damage_as_sentence(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.optimizer is not None:
+            resume.require_optimizer(
+                Path(checkpoint), self.optimizer, str(getattr(self.args.optim, "value", self.args.optim))
+            )
         self.ranks.load(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

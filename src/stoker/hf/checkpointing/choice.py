@@ -23,9 +23,12 @@ __all__ = ["damage_as_sentence", "damaged_weights", "named", "newest_whole", "of
 Value = TypeVar("Value")
 
 
-def newest_whole(folder: Path, since: float | None = None) -> Path | None:
-    """The checkpoint with most steps that all ranks can resume from, of those written after `since`; logs which are skipped."""
-    names = of_first([path.name for path in checkpoints.candidates(folder, since)])
+def newest_whole(folder: Path, since: float | None = None, without: Path | None = None) -> Path | None:
+    """The checkpoint with most steps that all ranks can resume from, of those written after `since`; logs which are skipped.
+
+    `without` is one whose damage is known already.
+    """
+    names = of_first([path.name for path in checkpoints.candidates(folder, since) if path != without])
     for checkpoint in (folder / name for name in names):
         reason = _why_unusable(checkpoint)
         if reason is None:
@@ -40,7 +43,7 @@ def named(checkpoint: Path) -> Path:
     reason = _why_unusable(checkpoint)
     if reason is None:
         return checkpoint
-    other = newest_whole(checkpoint.parent)
+    other = newest_whole(checkpoint.parent, without=checkpoint)
     way_out = (
         f"{other} is the newest that is whole, give that one" if other else "no other checkpoint beside it is whole"
     )
