@@ -74,8 +74,11 @@ def draw(seed: int, cases: int, kills: int) -> list[dict[str, Any]]:
     return requests
 
 
-def attack(requests: list[dict[str, Any]], jobs: int, kills: int | None = None) -> Iterator[dict[str, Any]]:
-    """The answers, in the order in which they come. After so many `kills`, no more of them."""
+def attack(
+    requests: list[dict[str, Any]], jobs: int, kills: int | None = None, seconds: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """The answers, in the order in which they come. After so many `kills`, no more of them; after `seconds`, nothing more."""
+    end = None if seconds is None else time.monotonic() + seconds
     left: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     killed = [0]
     answers: queue.SimpleQueue[dict[str, Any] | BaseException | None] = queue.SimpleQueue()
@@ -87,7 +90,7 @@ def attack(requests: list[dict[str, Any]], jobs: int, kills: int | None = None) 
             server = Server()
             if reason := server.ready.get("refused"):
                 raise SystemExit(f"nothing was done: {reason}")
-            while not left.empty():
+            while not left.empty() and (end is None or time.monotonic() < end):
                 try:
                     request = left.get_nowait()
                 except queue.Empty:
@@ -142,6 +145,7 @@ def main() -> int:
         "--only", metavar="KIND:NUMBER", action="append", help="run this case alone, and show all of it"
     )
     parser.add_argument("--kind", action="append", help="only cases of this kind")
+    parser.add_argument("--minutes", type=float, help="begin no case after so many")
     parser.add_argument("--log", help="append every failure to this file as JSON")
     options = parser.parse_args()
     if options.only:
@@ -157,8 +161,9 @@ def main() -> int:
         f"seed {options.seed}: {sum(not one['kind'].endswith('kill') for one in requests)} cases, {options.kills} kills",
         flush=True,
     )
+    seconds = None if options.minutes is None else 60 * options.minutes
     begin, counts, kinds = time.monotonic(), Counter[str](), Counter[str]()
-    for seen, answer in enumerate(attack(requests, options.jobs, options.kills), 1):
+    for seen, answer in enumerate(attack(requests, options.jobs, options.kills, seconds), 1):
         kinds[answer["kind"]] += 1
         counts["kills"] += answer.get("kills", 0)
         counts.update(sorted({failure.partition(":")[0] for failure in answer["failures"]}))
