@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -148,6 +149,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="begin no case after so many")
     parser.add_argument("--log", help="append every failure to this file as JSON")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *rest: sys.exit(143))  # then temporary folders go, as after Ctrl-C
     if options.only:
         cases = [name.rpartition(":") for name in options.only]
         requests = [

@@ -56,27 +56,26 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if request["kind"] in ("kill", "rankkill"):
-            print("RESULT", json.dumps({**request, **kills.attack(request, fork, WORK)}), flush=True)
-            continue
-        if request["kind"] == "planted":
-            case = planted(request["number"])
+            answer = kills.attack(request, fork, WORK)
+        elif request["kind"] == "planted":
+            answer = _answer(planted(request["number"]), request)
         else:
             r = chance_of(request["seed"], request["kind"], request["number"])
-            case = KINDS[request["kind"]].make(r, WORK / "base")
-        outcome = run(case)
-        if outcome.code is None and not request.get("once"):
-            outcome = run(case, 3 * SECONDS)  # on a machine that was busy with something else it ends now
-        answer = {
-            **request,
-            "failures": failures(case, outcome),
-            "code": outcome.code,
-            "seconds": round(outcome.seconds, 2),
-        }
-        if answer["failures"] or request.get("verbose"):
-            answer |= {"argv": case.argv, "output": outcome.output[-6000:], "error": outcome.error[-6000:]}
-            answer["files"] = {name: repr(data[:1500]) for name, data in case.files.items() if data}
-            answer["variables"], answer["stdin"] = case.variables, repr(case.stdin[:500])
-        print("RESULT", json.dumps(answer), flush=True)
+            answer = _answer(KINDS[request["kind"]].make(r, WORK / "base"), request)
+        print("RESULT", json.dumps({**request, **answer}), flush=True)
+
+
+def _answer(case: Case, request: dict[str, Any]) -> dict[str, Any]:
+    """What came of a case; all of it if it failed, or was asked for."""
+    outcome = run(case)
+    if outcome.code is None:
+        outcome = run(case, 3 * SECONDS)  # on a machine that was busy with something else it ends now
+    answer = {"failures": failures(case, outcome), "code": outcome.code, "seconds": round(outcome.seconds, 2)}
+    if answer["failures"] or request.get("verbose"):
+        answer |= {"argv": case.argv, "output": outcome.output[-6000:], "error": outcome.error[-6000:]}
+        answer["files"] = {name: repr(data[:1500]) for name, data in case.files.items() if data}
+        answer["variables"], answer["stdin"] = case.variables, repr(case.stdin[:500])
+    return answer
 
 
 def _import_everything() -> None:
@@ -255,6 +254,12 @@ def _process(case: Case, folder: Path) -> int:
 
 
 def _processes_left() -> list[str]:
+    """What runs on for more than a moment: helpers of Python's end when they see that their process has."""
+    end = time.monotonic() + 3
+    while sandbox.children() and time.monotonic() < end:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        time.sleep(0.01)
     found = []
     for number, name in sandbox.children():
         with contextlib.suppress(OSError):
