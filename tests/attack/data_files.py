@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import io
 import json
@@ -99,14 +100,14 @@ def _spoil(r: random.Random, content: Any) -> Any:
         holder, key = r.choice(places)
         kind = r.random()
         if kind < 0.7:
-            holder[key] = r.choice(_VALUES)
+            holder[key] = copy.deepcopy(r.choice(_VALUES))
         elif kind < 0.85:
             del holder[key]
         elif isinstance(holder, dict):
             holder[odd.value(r)] = holder.pop(key)
         else:
             holder.append(holder[key])
-    return content if r.random() < 0.95 else r.choice(_VALUES)
+    return content if r.random() < 0.95 else copy.deepcopy(r.choice(_VALUES))
 
 
 def _places(content: Any):  # type: ignore[no-untyped-def]

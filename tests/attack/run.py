@@ -165,18 +165,22 @@ def main() -> int:
     )
     seconds = None if options.minutes is None else 60 * options.minutes
     begin, counts, kinds = time.monotonic(), Counter[str](), Counter[str]()
-    for seen, answer in enumerate(attack(requests, options.jobs, options.kills, seconds), 1):
-        kinds[answer["kind"]] += 1
-        counts["kills"] += answer.get("kills", 0)
-        counts.update(sorted({failure.partition(":")[0] for failure in answer["failures"]}))
-        if answer["failures"] or options.only:
-            print(describe(answer) if options.only else _short(answer), flush=True)
-            if options.log:
-                with open(options.log, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(answer) + "\n")
-        if seen % 200 == 0:
-            cases = seen - kinds["kill"] - kinds["rankkill"]
-            print(f"after {time.monotonic() - begin:.0f} s: {cases} cases, {counts['kills']} kills", flush=True)
+    try:
+        for seen, answer in enumerate(attack(requests, options.jobs, options.kills, seconds), 1):
+            kinds[answer["kind"]] += 1
+            counts["kills"] += answer.get("kills", 0)
+            counts.update(sorted({failure.partition(":")[0] for failure in answer["failures"]}))
+            if answer["failures"] or options.only:
+                print(describe(answer) if options.only else _short(answer), flush=True)
+                if options.log:
+                    with open(options.log, "a", encoding="utf-8") as file:
+                        file.write(json.dumps(answer) + "\n")
+            if seen % 200 == 0:
+                cases = seen - kinds["kill"] - kinds["rankkill"]
+                print(f"after {time.monotonic() - begin:.0f} s: {cases} cases, {counts['kills']} kills", flush=True)
+    except RuntimeError as error:  # a fault of the attack itself; what was found so far counts
+        print(error)
+        counts["attack broke"] += 1
     return summary(options.seed, counts, kinds, time.monotonic() - begin)
 
 
