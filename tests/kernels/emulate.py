@@ -56,6 +56,7 @@ COMMAND_LINE = (
 )
 # Far above what a run takes; by the clock, a machine that other programs use needs several times its CPU time.
 CPU_SECONDS, WALL_SECONDS = 400, 3600
+APT_SECONDS = 600  # a mirror that stalls must not hold up the tests
 MARK = "stoker: "
 
 
@@ -126,9 +127,15 @@ def need_apt() -> None:
 
 
 def apt(command: list[str], cwd: Path | None = None) -> int:
+    """The exit code of an apt command; 1 if a mirror stalls."""
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
     with (BUILD / "apt.log").open("a") as log:
-        return subprocess.run(command, cwd=cwd, env=environment, stdout=log, stderr=log, check=False).returncode
+        try:
+            return subprocess.run(
+                command, cwd=cwd, env=environment, stdout=log, stderr=log, check=False, timeout=APT_SECONDS
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return 1
 
 
 def fetch_kernel() -> Path:
