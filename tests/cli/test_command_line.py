@@ -187,3 +187,27 @@ def test_a_terminal_without_unicode_is_served() -> None:
     done = run("doctor", "--no-rates", env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
+
+
+def test_transformers_that_cannot_be_imported_is_told_from_transformers_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(error: ImportError) -> str:
+        class Finder:
+            @staticmethod
+            def find_spec(name: str, *_: object) -> None:
+                if name == "transformers":
+                    raise error
+
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, "transformers", raising=False)
+            patch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+            assert main(["train", "qa", "--do_train"]) == 2
+        return capsys.readouterr().err
+
+    assert "pip install 'stoker[hf]'" in refuse(ModuleNotFoundError("No module named", name="transformers"))
+    for error in (
+        ImportError("cannot import name 'HfApi'"),
+        ModuleNotFoundError("No module named 'regex'", name="regex"),
+    ):
+        assert f"transformers is installed but cannot be imported: {error}" in refuse(error)

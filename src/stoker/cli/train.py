@@ -119,8 +119,12 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         import transformers  # noqa: F401
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise UserError(_broken_import(error)) from None
         raise UserError("stoker train needs transformers and accelerate: pip install 'stoker[hf]'") from None
+    except ImportError as error:
+        raise UserError(_broken_import(error)) from None
     if "--help-all" in rest:
         return _all_help(task)
     streams.keep_running()
@@ -132,6 +136,13 @@ def main(argv: list[str]) -> int:
         return run(rest)
     except ImportError as error:  # a package that some option needs, asked for when training starts
         raise UserError(f"stoker train {task}: {' '.join(str(error).split())}") from None
+
+
+def _broken_import(error: ImportError) -> str:
+    return (
+        f"transformers is installed but cannot be imported: {' '.join(str(error).split())}; install it again, or rename "
+        "a file of your own in this directory that has the name of a package"
+    )
 
 
 def _all_help(task: str) -> int:
