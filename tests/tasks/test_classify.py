@@ -201,3 +201,23 @@ def test_other_names_for_the_labels_of_the_model_are_refused(
     command = ["train", "classify", "--model_name_or_path", "m", "--do_eval", "--validation_file", "dev.tsv"]
     assert main([*command, "--output_dir", str(tmp_path), "--label_names", "class"]) == 2
     assert "--label_names class" in capsys.readouterr().err
+
+
+def test_options_that_withhold_predictions_from_the_metrics_are_ignored_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import logging
+
+    from stoker.tasks.classify.train import ClassifyOptions, predict_all_rows
+    from stoker.tasks.options import OptionParser
+
+    monkeypatch.setattr(logging.getLogger("stoker"), "propagate", True)
+    needed = ["--model_name_or_path", "m", "--output_dir", str(tmp_path)]
+    withheld = ["--no_eval_do_concat_batches", "--batch_eval_metrics", "--prediction_loss_only"]
+    *_, args = OptionParser("train classify", ClassifyOptions).read([*needed, *withheld])
+    predict_all_rows(args)
+    assert (args.eval_do_concat_batches, args.batch_eval_metrics, args.prediction_loss_only) == (True, False, False)
+    assert len([record for record in caplog.records if "is ignored" in record.message]) == 3
+    caplog.clear()
+    predict_all_rows(args)
+    assert not caplog.records

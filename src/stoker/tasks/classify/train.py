@@ -53,6 +53,20 @@ class ClassifyOptions(DataOptions):
     )
 
 
+def predict_all_rows(args: Any) -> None:
+    """The metrics of this task are computed from the predictions for all rows; options that withhold them are ignored."""
+    for name, value in (
+        ("eval_do_concat_batches", True),
+        ("batch_eval_metrics", False),
+        ("prediction_loss_only", False),
+    ):
+        if getattr(args, name) != value:
+            log.warning(
+                "--%s %s is ignored: the metrics of this task need the predictions for all rows", name, not value
+            )
+            setattr(args, name, value)
+
+
 def main(argv: list[str]) -> int:
     job = run.begin("classify", argv, ClassifyOptions)
     args, options = job.args, job.data
@@ -67,6 +81,7 @@ def main(argv: list[str]) -> int:
             f"--label_names {' '.join(args.label_names)}: the model of this task calls its labels `labels`; leave it out, and "
             "name the column of the file by --label_column_name"
         )
+    predict_all_rows(args)
     set_seed(args.seed)
     regression = _regression(options)
     names = _metric_names(options, regression)
