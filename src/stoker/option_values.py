@@ -39,6 +39,6 @@ class StrictValues(argparse.ArgumentParser):
                 return value
             value = value if isinstance(value, bool) or finite_number(str(value)) is not None else None
         if value is None:
-            kind = "whole number of at most 18 digits" if action.type is int else "number"
+            kind = "whole number of at most 18 digits" if action.type is int else "finite number"
             raise argparse.ArgumentError(action, f"{arg_string!r} is not a {kind}")
         return value

@@ -144,6 +144,15 @@ def test_contents_that_only_loading_can_judge_are_one_sentence(run: Path) -> Non
         tiny.trainer(run, **{**SETTINGS, "max_steps": 6}).train(resume_from_checkpoint=str(checkpoint))
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_state_of_another_kind_is_one_sentence(run: Path, name: str) -> None:
+    newest = run / "checkpoint-4"
+    (newest / manifest.NAME).unlink()
+    torch.save({"a": 1}, newest / name)
+    with pytest.raises(UserError, match="checkpoint-4 cannot be resumed from"):
+        tiny.trainer(run, max_steps=6, save_steps=2).train(resume_from_checkpoint=True)
+
+
 @pytest.mark.parametrize("optim", ["sgd", "adafactor", "rmsprop"])
 def test_an_optimizer_that_cannot_go_on_from_the_state_of_another_is_refused(run: Path, optim: str) -> None:
     with pytest.raises(UserError, match=f"--optim adamw_torch.*, and --optim {optim} cannot go on from its state"):

@@ -57,11 +57,12 @@ def damage_as_sentence(checkpoint: str | Path | None) -> Iterator[None]:
     """Loading fails only now if files without checksums have the right structure and wrong contents."""
     try:
         yield
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+    except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
             raise
+        reason = f"its state has no {error}" if isinstance(error, KeyError) else first_line(error)
         raise UserError(
-            f"{checkpoint} cannot be resumed from: {first_line(error)}; give an earlier checkpoint by --resume_from_checkpoint"
+            f"{checkpoint} cannot be resumed from: {reason}; give an earlier checkpoint by --resume_from_checkpoint"
         ) from error
 
 
