@@ -14,7 +14,7 @@ import pytest
 import stoker
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
+SOURCES = sorted((ROOT / "csrc").glob("*/*.cpp"))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_the_wheel_is_for_every_python_on_this_platform(installed: metadata.Dist
 
 def test_the_wheel_carries_the_native_library_and_the_types(installed: metadata.Distribution) -> None:
     names = {str(file) for file in installed.files or ()}
-    assert "stoker/_native/libstoker-baseline.so" in names
+    assert {"stoker/_native/libstoker-baseline.so", "stoker/_native/stoker.h"} <= names
     assert "stoker/py.typed" in names
     assert "stoker/report/page.html.jinja" in names
     assert not [name for name in names if name.startswith(("tests", "csrc", "docs"))]

@@ -252,7 +252,7 @@ std::int64_t Group::agree_on_lengths(const std::int64_t* sent, const std::int64_
     const std::int64_t* theirs = reinterpret_cast<const std::int64_t*>(slot(rank, piece));
     longest = std::max(longest, *std::max_element(theirs, theirs + ranks_));
     if (theirs[rank_] != received[rank])
-      give_up(kDisagree, "the ranks disagree on operation " + std::to_string(sequence_) + ", alltoall: " + name(rank) +
+      give_up(STOKER_COMM_DISAGREE, "the ranks disagree on operation " + std::to_string(sequence_) + ", alltoall: " + name(rank) +
                              " sends " + std::to_string(theirs[rank_]) + " bytes to " + name(rank_) + ", which expects " +
                              std::to_string(received[rank]));
   }

@@ -58,7 +58,7 @@ Group::Group(Segment segment, int rank)
     : segment_(std::move(segment)), rank_(rank), ranks_(static_cast<int>(segment_.header().ranks)),
       slot_bytes_(static_cast<std::int64_t>(segment_.header().slot_bytes)), checked_(ranks_, 0),
       verified_(ranks_, 0), waited_for_(ranks_, 0.0), spin_(kLongestSpin), timeout_(std::chrono::minutes(30)) {
-  if (rank < 0 || rank >= ranks_) throw Error(kArgument, "rank " + std::to_string(rank) + " is not in the segment");
+  if (rank < 0 || rank >= ranks_) throw Error(STOKER_COMM_ARGUMENT, "rank " + std::to_string(rank) + " is not in the segment");
   // Ranks pinned to one core each see one usable core: then every rank has its own, and spinning is right.
   const int cores = usable_cores();
   spin_useful_ = cores == 1 ? sysconf(_SC_NPROCESSORS_ONLN) >= ranks_ : cores >= ranks_;
@@ -69,7 +69,7 @@ Group::Group(Segment segment, int rank)
   block.pids = pid_namespace();
   std::uint32_t absent = 0;
   if (!block.state.compare_exchange_strong(absent, 1))
-    throw Error(kArgument, "rank " + std::to_string(rank) + " is attached already");
+    throw Error(STOKER_COMM_ARGUMENT, "rank " + std::to_string(rank) + " is attached already");
 }
 
 Group::~Group() {
@@ -109,7 +109,7 @@ void Group::give_up(int code, const std::string& why) {
 
 void Group::abort(const std::string& why) {
   try {
-    give_up(kAborted, why);
+    give_up(STOKER_COMM_ABORTED, why);
   } catch (const Error&) {
   }
 }
@@ -117,7 +117,7 @@ void Group::abort(const std::string& why) {
 void Group::begin(int kind, int type, int op, int root, std::int64_t count) {
   Header& header = segment_.header();
   if (header.failed.load(std::memory_order_relaxed))
-    throw Error(kAborted, "the group has failed before: " + std::string(header.failure_written ? header.failure : "unknown"));
+    throw Error(STOKER_COMM_ABORTED, "the group has failed before: " + std::string(header.failure_written ? header.failure : "unknown"));
   now_ = Signature{++sequence_, kind, type, op, root, count};
   mine().signatures[sequence_ % kRing] = now_;
   mine().sequence.store(sequence_, std::memory_order_release);
@@ -132,7 +132,7 @@ void Group::begin(int kind, int type, int op, int root, std::int64_t count) {
 
 void Group::check_root(int root) const {
   if (root >= 0 && root < ranks_) return;
-  throw Error(kArgument, "there is no rank " + std::to_string(root) + " to be the root in a group of " + std::to_string(ranks_));
+  throw Error(STOKER_COMM_ARGUMENT, "there is no rank " + std::to_string(root) + " to be the root in a group of " + std::to_string(ranks_));
 }
 
 void Group::publish(Counter& counter, std::uint32_t value) {
@@ -207,12 +207,12 @@ void Group::sleep_for(int rank, Counter& counter, std::uint32_t target) {
     const bool died = has_died(block, mine());
     // Once more: a rank that has given up, left or died has published all it ever will, and may have done so just now.
     if (reached(counter.value.load(std::memory_order_acquire), target)) return;
-    if (failed) throw Error(kAborted, name(static_cast<int>(header.failed.load()) - 1) + " gave up: " + header.failure);
+    if (failed) throw Error(STOKER_COMM_ABORTED, name(static_cast<int>(header.failed.load()) - 1) + " gave up: " + header.failure);
     check_others(rank, start);
     const std::string here = describe(now_) + " (operation " + std::to_string(sequence_) + ")";
-    if (left) give_up(kDead, name(rank) + " has left the group while " + name(rank_) + " waits for it in " + here);
+    if (left) give_up(STOKER_COMM_DEAD, name(rank) + " has left the group while " + name(rank_) + " waits for it in " + here);
     if (died)
-      give_up(kDead, name(rank) + " (pid " + std::to_string(block.pid) + ") has died; " + name(rank_) + " was in " + here);
+      give_up(STOKER_COMM_DEAD, name(rank) + " (pid " + std::to_string(block.pid) + ") has died; " + name(rank_) + " was in " + here);
     slice_us = std::min(slice_us * 2, 50000L);  // a rank's death is noticed within 50 ms
   }
 }
@@ -222,7 +222,7 @@ void Group::check_others(int rank, Clock::time_point since) {
   for (int other = 0; other < ranks_; ++other) {
     const RankBlock& block = segment_.block(other);
     if (other != rank && has_died(block, mine()))
-      give_up(kDead, name(other) + " (pid " + std::to_string(block.pid) + ") has died; " + name(rank_) + " was in " + here);
+      give_up(STOKER_COMM_DEAD, name(other) + " (pid " + std::to_string(block.pid) + ") has died; " + name(rank_) + " was in " + here);
   }
   if (!checked_[rank] && segment_.block(rank).sequence.load(std::memory_order_acquire) == sequence_) check_signature(rank);
   if (Clock::now() - since < timeout_) return;
@@ -241,7 +241,7 @@ void Group::check_others(int rank, Clock::time_point since) {
   const double seconds = std::chrono::duration<double>(timeout_).count();
   char waited[32];
   std::snprintf(waited, sizeof(waited), "%.3g", seconds);
-  give_up(kTimeout, name(rank_) + " waited " + waited + " s in " + here + " for " + missing);
+  give_up(STOKER_COMM_TIMEOUT, name(rank_) + " waited " + waited + " s in " + here + " for " + missing);
 }
 
 void Group::check_signature(int rank) {
@@ -255,7 +255,7 @@ void Group::check_signature(int rank) {
     if (theirs.sequence == ours.sequence && theirs.kind == ours.kind && theirs.dtype == ours.dtype && theirs.op == ours.op &&
         theirs.root == ours.root && theirs.count == ours.count)
       continue;
-    give_up(kDisagree, "the ranks disagree on operation " + std::to_string(at) + ": " + name(rank_) + " is in " +
+    give_up(STOKER_COMM_DISAGREE, "the ranks disagree on operation " + std::to_string(at) + ": " + name(rank_) + " is in " +
                            describe(ours) + ", " + name(rank) + " in " +
                            (theirs.sequence == ours.sequence ? describe(theirs) : std::string("another one")));
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <type_traits>
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -113,20 +114,20 @@ struct Storage<f16> {
 
 template <int op, typename W>
 inline W combine(W a, W b) {
-  if constexpr (std::is_integral_v<W> && (op == kSum || op == kProduct)) {
+  if constexpr (std::is_integral_v<W> && (op == STOKER_SUM || op == STOKER_PRODUCT)) {
     using Bits = std::common_type_t<std::make_unsigned_t<W>, unsigned>;  // integers wrap around, as torch's do
     const Bits x = static_cast<Bits>(a), y = static_cast<Bits>(b);
-    return static_cast<W>(op == kSum ? x + y : x * y);
+    return static_cast<W>(op == STOKER_SUM ? x + y : x * y);
   }
-  if constexpr (op == kSum || op == kAvg) return static_cast<W>(a + b);
-  if constexpr (op == kProduct) return static_cast<W>(a * b);
+  if constexpr (op == STOKER_SUM || op == STOKER_AVG) return static_cast<W>(a + b);
+  if constexpr (op == STOKER_PRODUCT) return static_cast<W>(a * b);
   // `!(a <= b)` and not `a > b`: a NaN on either side must come out.
-  if constexpr (op == kMin) return a != a ? a : (!(b >= a) ? b : a);
-  if constexpr (op == kMax) return a != a ? a : (!(b <= a) ? b : a);
+  if constexpr (op == STOKER_MIN) return a != a ? a : (!(b >= a) ? b : a);
+  if constexpr (op == STOKER_MAX) return a != a ? a : (!(b <= a) ? b : a);
   if constexpr (std::is_integral_v<W>) {
-    if constexpr (op == kAnd) return static_cast<W>(a & b);
-    if constexpr (op == kOr) return static_cast<W>(a | b);
-    if constexpr (op == kXor) return static_cast<W>(a ^ b);
+    if constexpr (op == STOKER_BAND) return static_cast<W>(a & b);
+    if constexpr (op == STOKER_BOR) return static_cast<W>(a | b);
+    if constexpr (op == STOKER_BXOR) return static_cast<W>(a ^ b);
   }
   return a;
 }
@@ -135,7 +136,7 @@ template <typename T, int op>
 void run(const void* const* sources, int ranks, void* out, std::int64_t count) {
   using Wide = typename Storage<T>::Wide;
   constexpr bool kPlain = std::is_same_v<Wide, T>;  // no conversion: two ranks go in one pass, without a block in between
-  if constexpr (kPlain && op != kAvg) {
+  if constexpr (kPlain && op != STOKER_AVG) {
     if (ranks == 2) {
       const T* a = static_cast<const T*>(sources[0]);
       const T* b = static_cast<const T*>(sources[1]);
@@ -145,7 +146,7 @@ void run(const void* const* sources, int ranks, void* out, std::int64_t count) {
       return;
     }
   }
-  if constexpr (std::is_same_v<T, bf16> && op != kAvg) {
+  if constexpr (std::is_same_v<T, bf16> && op != STOKER_AVG) {
     if (ranks == 2) {
       const bf16* a = static_cast<const bf16*>(sources[0]);
       const bf16* b = static_cast<const bf16*>(sources[1]);
@@ -168,7 +169,7 @@ void run(const void* const* sources, int ranks, void* out, std::int64_t count) {
 #pragma omp simd
       for (std::int64_t i = 0; i < n; ++i) total[i] = combine<op>(total[i], operand[i]);
     }
-    if constexpr (op == kAvg) {
+    if constexpr (op == STOKER_AVG) {
       const Wide divisor = static_cast<Wide>(ranks);
 #pragma omp simd
       for (std::int64_t i = 0; i < n; ++i) total[i] = static_cast<Wide>(total[i] / divisor);
@@ -180,21 +181,21 @@ void run(const void* const* sources, int ranks, void* out, std::int64_t count) {
 template <typename T>
 void for_op(int op, const void* const* sources, int ranks, void* out, std::int64_t count) {
   switch (op) {
-    case kSum: return run<T, kSum>(sources, ranks, out, count);
-    case kAvg: return run<T, kAvg>(sources, ranks, out, count);
-    case kProduct: return run<T, kProduct>(sources, ranks, out, count);
-    case kMin: return run<T, kMin>(sources, ranks, out, count);
-    case kMax: return run<T, kMax>(sources, ranks, out, count);
-    case kAnd: return run<T, kAnd>(sources, ranks, out, count);
-    case kOr: return run<T, kOr>(sources, ranks, out, count);
-    case kXor: return run<T, kXor>(sources, ranks, out, count);
+    case STOKER_SUM: return run<T, STOKER_SUM>(sources, ranks, out, count);
+    case STOKER_AVG: return run<T, STOKER_AVG>(sources, ranks, out, count);
+    case STOKER_PRODUCT: return run<T, STOKER_PRODUCT>(sources, ranks, out, count);
+    case STOKER_MIN: return run<T, STOKER_MIN>(sources, ranks, out, count);
+    case STOKER_MAX: return run<T, STOKER_MAX>(sources, ranks, out, count);
+    case STOKER_BAND: return run<T, STOKER_BAND>(sources, ranks, out, count);
+    case STOKER_BOR: return run<T, STOKER_BOR>(sources, ranks, out, count);
+    case STOKER_BXOR: return run<T, STOKER_BXOR>(sources, ranks, out, count);
   }
 }
 
 // A sum of truth values is true if any is, a product if all are: what torch makes of True + True.
 int boolean_op(int op) {
-  if (op == kSum || op == kMax) return kOr;
-  if (op == kProduct || op == kMin) return kAnd;
+  if (op == STOKER_SUM || op == STOKER_MAX) return STOKER_BOR;
+  if (op == STOKER_PRODUCT || op == STOKER_MIN) return STOKER_BAND;
   return op;
 }
 
@@ -202,34 +203,34 @@ struct Named {
   const char* name;
   int size;
 };
-constexpr Named kNames[kTypes] = {{"float32", 4}, {"float64", 8}, {"bfloat16", 2}, {"float16", 2}, {"int8", 1},
-                                  {"uint8", 1},   {"int16", 2},   {"int32", 4},    {"int64", 8},   {"bool", 1}};
-constexpr const char* kOpNames[kOps] = {"sum", "avg", "product", "min", "max", "and", "or", "xor"};
+constexpr Named kNames[] = {{"float32", 4}, {"float64", 8}, {"bfloat16", 2}, {"float16", 2}, {"int8", 1},
+                            {"uint8", 1},   {"int16", 2},   {"int32", 4},    {"int64", 8},   {"bool", 1}};
+constexpr const char* kOpNames[] = {"sum", "avg", "product", "min", "max", "and", "or", "xor"};
 
 }  // namespace
 
-int size_of(int type) { return type >= 0 && type < kTypes ? kNames[type].size : 0; }
-const char* type_name(int type) { return type >= 0 && type < kTypes ? kNames[type].name : "bytes"; }
-const char* op_name(int op) { return op >= 0 && op < kOps ? kOpNames[op] : "none"; }
+int size_of(int type) { return type >= 0 && type < int(std::size(kNames)) ? kNames[type].size : 0; }
+const char* type_name(int type) { return type >= 0 && type < int(std::size(kNames)) ? kNames[type].name : "bytes"; }
+const char* op_name(int op) { return op >= 0 && op < int(std::size(kOpNames)) ? kOpNames[op] : "none"; }
 
 bool reducible(int type, int op) {
-  if (!size_of(type) || op < 0 || op >= kOps) return false;
-  if (op >= kAnd) return type >= kI8;
-  return op != kAvg || type < kI8;  // the mean of integers is rarely an integer
+  if (!size_of(type) || op < 0 || op >= int(std::size(kOpNames))) return false;
+  if (op >= STOKER_BAND) return type >= STOKER_INT8;
+  return op != STOKER_AVG || type < STOKER_INT8;  // the mean of integers is rarely an integer
 }
 
 void reduce(int type, int op, const void* const* sources, int ranks, void* out, std::int64_t count) {
   switch (type) {
-    case kF32: return for_op<float>(op, sources, ranks, out, count);
-    case kF64: return for_op<double>(op, sources, ranks, out, count);
-    case kBF16: return for_op<bf16>(op, sources, ranks, out, count);
-    case kF16: return for_op<f16>(op, sources, ranks, out, count);
-    case kI8: return for_op<std::int8_t>(op, sources, ranks, out, count);
-    case kU8: return for_op<std::uint8_t>(op, sources, ranks, out, count);
-    case kI16: return for_op<std::int16_t>(op, sources, ranks, out, count);
-    case kI32: return for_op<std::int32_t>(op, sources, ranks, out, count);
-    case kI64: return for_op<std::int64_t>(op, sources, ranks, out, count);
-    case kBool: return for_op<boolean>(boolean_op(op), sources, ranks, out, count);
+    case STOKER_FLOAT32: return for_op<float>(op, sources, ranks, out, count);
+    case STOKER_FLOAT64: return for_op<double>(op, sources, ranks, out, count);
+    case STOKER_BFLOAT16: return for_op<bf16>(op, sources, ranks, out, count);
+    case STOKER_FLOAT16: return for_op<f16>(op, sources, ranks, out, count);
+    case STOKER_INT8: return for_op<std::int8_t>(op, sources, ranks, out, count);
+    case STOKER_UINT8: return for_op<std::uint8_t>(op, sources, ranks, out, count);
+    case STOKER_INT16: return for_op<std::int16_t>(op, sources, ranks, out, count);
+    case STOKER_INT32: return for_op<std::int32_t>(op, sources, ranks, out, count);
+    case STOKER_INT64: return for_op<std::int64_t>(op, sources, ranks, out, count);
+    case STOKER_BOOL: return for_op<boolean>(boolean_op(op), sources, ranks, out, count);
   }
 }
 

@@ -6,10 +6,7 @@
 
 namespace stoker::comm {
 
-// The numbers Python passes; see comm/engine.py.
-enum Type : int { kF32, kF64, kBF16, kF16, kI8, kU8, kI16, kI32, kI64, kBool, kTypes };
-enum Op : int { kSum, kAvg, kProduct, kMin, kMax, kAnd, kOr, kXor, kOps };
-
+// `type` is a stoker_dtype, `op` a stoker_reduction.
 int size_of(int type);                 // in bytes; 0 for a type that does not exist
 bool reducible(int type, int op);      // whether the pair makes sense
 const char* type_name(int type);

@@ -21,7 +21,7 @@ std::size_t blocks_offset() { return round_up(sizeof(Header), 4096); }
 std::size_t slots_offset(int ranks) { return round_up(blocks_offset() + sizeof(RankBlock) * ranks, 4096); }
 
 [[noreturn]] void fail(const std::string& what, int error) {
-  throw Error(kSystem, what + ": " + std::strerror(error));
+  throw Error(STOKER_COMM_SYSTEM, what + ": " + std::strerror(error));
 }
 
 std::uint64_t random_bits() {
@@ -117,14 +117,14 @@ Segment Segment::attach(const std::string& address) {
   segment.address_ = address;
   const std::size_t last = address.rfind(':');
   const std::size_t kind = address.find(':');
-  if (last == std::string::npos || kind == last) throw Error(kArgument, "not a segment's address: " + address);
+  if (last == std::string::npos || kind == last) throw Error(STOKER_COMM_ARGUMENT, "not a segment's address: " + address);
   const std::string middle = address.substr(kind + 1, last - kind - 1);
   int descriptor = -1;
   if (address.compare(0, kind, "shm") == 0) {
     descriptor = shm_open(middle.c_str(), O_RDWR | O_CLOEXEC, 0);
   } else {
     const std::size_t colon = middle.find(':');
-    if (colon == std::string::npos) throw Error(kArgument, "not a segment's address: " + address);
+    if (colon == std::string::npos) throw Error(STOKER_COMM_ARGUMENT, "not a segment's address: " + address);
     const std::string path = "/proc/" + middle.substr(0, colon) + "/fd/" + middle.substr(colon + 1);
     descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
   }
@@ -132,7 +132,7 @@ Segment Segment::attach(const std::string& address) {
   struct stat status {};
   if (fstat(descriptor, &status) || static_cast<std::size_t>(status.st_size) < sizeof(Header)) {
     close(descriptor);
-    throw Error(kSystem, "the shared memory of the first rank is not a segment");
+    throw Error(STOKER_COMM_SYSTEM, "the shared memory of the first rank is not a segment");
   }
   try {
     segment.map(descriptor, static_cast<std::size_t>(status.st_size));
@@ -144,7 +144,7 @@ Segment Segment::attach(const std::string& address) {
   const Header& header = segment.header();
   // The nonce tells it from the file of another process that bears the same number in another pid namespace.
   if (header.magic != kMagic || hex(header.nonce) != address.substr(last + 1) || header.bytes != segment.bytes_)
-    throw Error(kSystem, "the shared memory of the first rank is not the segment that was announced");
+    throw Error(STOKER_COMM_SYSTEM, "the shared memory of the first rank is not the segment that was announced");
   return segment;
 }
 

@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "stoker.h"
+
 namespace stoker::comm {
 
 constexpr std::uint64_t kMagic = 0x324d4d4f434b4f54ull;  // another one whenever the structures below change
@@ -18,10 +20,8 @@ constexpr int kRing = 16;      // signatures kept per rank; more than a rank can
 constexpr int kSlots = 4;      // pieces in flight per rank: one read out, one reduced, one copied in, one to spare
 constexpr int kMostRanks = 1024;
 
-enum Failure : int { kTimeout = 1, kDead = 2, kDisagree = 3, kAborted = 4, kArgument = 5, kSystem = 6 };
-
 struct Error : std::runtime_error {
-  Error(int code, const std::string& message) : std::runtime_error(message), code(code) {}
+  Error(int code /* stoker_comm_code */, const std::string& message) : std::runtime_error(message), code(code) {}
   int code;
 };
 

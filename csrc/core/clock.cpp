@@ -1,13 +1,11 @@
 // The clock the cores really run at, without which a share of the peak would be a share of a number on the box: boost and
 // virtual machines make the nominal clock wrong in both directions.
-#include <omp.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <vector>
 
-#include "core/types.h"
+#include "core/parallel.h"
 
 namespace {
 
@@ -36,22 +34,22 @@ double chain_ghz() {
 
 }  // namespace
 
-// Writes the mean clock in GHz of `threads` cores that are busy at the same time; 0 where it cannot be measured. The best
-// of several trials per thread, since whatever interrupts a trial can only make it look slower.
-STOKER_API void stoker_clock(double* ghz, int threads) {
-  constexpr int kTrials = 128;
-  std::vector<double> best(std::max(threads, 1), 0.0);
-#pragma omp parallel num_threads(std::max(threads, 1))
-  {
-    double mine = 0.0;
-    for (int trial = 0; trial < kTrials; ++trial) mine = std::max(mine, chain_ghz());
-    best[omp_get_thread_num()] = mine;
-  }
-  double sum = 0.0;
-  int counted = 0;
-  for (double value : best) {
-    sum += value;
-    counted += value > 0.0;
-  }
-  *ghz = counted ? sum / counted : 0.0;
+// The best of several trials per thread, since whatever interrupts a trial can only make it look slower.
+STOKER_API int32_t stoker_clock(double* ghz, int32_t threads) {
+  return stoker::guarded([&] {
+    constexpr int kTrials = 128;
+    std::vector<double> best(std::max(threads, 1), 0.0);
+    stoker::parallel_ranges(static_cast<int64_t>(best.size()), threads, [&](int64_t begin, int64_t) {
+      double mine = 0.0;
+      for (int trial = 0; trial < kTrials; ++trial) mine = std::max(mine, chain_ghz());
+      best[begin] = mine;
+    });
+    double sum = 0.0;
+    int counted = 0;
+    for (double value : best) {
+      sum += value;
+      counted += value > 0.0;
+    }
+    *ghz = counted ? sum / counted : 0.0;
+  });
 }

@@ -1,7 +1,7 @@
 // Small matrix products on data that is already in cache: C = A B (or C += A B) with B laid out in panels beforehand.
 //
 // This is the inner kernel of attention, where a general GEMM would spend its time on packing and call overhead. Large products
-// go through linear.cpp. Vector types are the compiler's own, so the same source serves every instruction set.
+// go through kernels/linear.cpp. Vector types are the compiler's own, so the same source serves every instruction set.
 #pragma once
 
 #if defined(__linux__)
@@ -54,6 +54,8 @@ class Scratch {
     used_ = 0;
     if (floats <= capacity_) return;
     std::free(data_);
+    data_ = nullptr;
+    capacity_ = 0;  // should there be no memory now, the next call must not find the old size
     // Whole huge pages where the request is that large: packed panels are read in strides that miss small pages' TLB.
     const size_t bytes = static_cast<size_t>(floats) * sizeof(float), page = bytes >= kHugePage ? kHugePage : 64;
     const size_t rounded = (bytes + page - 1) / page * page;

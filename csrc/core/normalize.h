@@ -1,4 +1,4 @@
-// One row of LayerNorm or RMSNorm, forward and backward: what norm.cpp and embedding.cpp have in common.
+// One row of LayerNorm or RMSNorm, forward and backward: what kernels/norm.cpp and kernels/embedding.cpp have in common.
 #pragma once
 
 #include <cmath>

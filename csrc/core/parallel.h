@@ -1,13 +1,52 @@
-// Loops over OpenMP's threads. The pool is torch's own (see kernels/native.py); its size is what torch.set_num_threads set,
+// Loops over OpenMP's threads, which no exception may leave, and the guard of every kernel's C function. The pool is torch's own (see kernels/native.py); its size is what torch.set_num_threads set,
 // which Python passes down with every call, so that a caller's thread with another setting is honoured too.
 #pragma once
 
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <exception>
+#include <new>
+
+#include "stoker.h"
 
 namespace stoker {
+
+// What a C function returns for `body`: no exception may reach its caller.
+template <typename F>
+inline int32_t guarded(F&& body) noexcept {
+  try {
+    body();
+    return STOKER_OK;
+  } catch (const std::bad_alloc&) {
+    return STOKER_OUT_OF_MEMORY;
+  } catch (...) {
+    return STOKER_FAILED;
+  }
+}
+
+// The first exception of a parallel region. One that leaves the region itself would end the process.
+class FirstException {
+ public:
+  template <typename F>
+  void run(F&& f) noexcept {
+    if (failed_.load(std::memory_order_relaxed)) return;
+    try {
+      f();
+    } catch (...) {
+      if (!failed_.exchange(true)) first_ = std::current_exception();
+    }
+  }
+  void rethrow() const {  // after the region
+    if (first_) std::rethrow_exception(first_);
+  }
+
+ private:
+  std::atomic<bool> failed_{false};
+  std::exception_ptr first_;
+};
 
 // How many threads are worth waking for `work` elements of cheap arithmetic. Waking one costs a few microseconds; 16k
 // elements are about that much work.
@@ -24,12 +63,14 @@ inline void parallel_ranges(int64_t n, int threads, F&& f) {
     f(int64_t{0}, n);
     return;
   }
+  FirstException trouble;
 #pragma omp parallel num_threads(threads)
   {
     const int64_t count = omp_get_num_threads(), me = omp_get_thread_num();
     const int64_t begin = n * me / count, end = n * (me + 1) / count;
-    if (begin < end) f(begin, end);
+    if (begin < end) trouble.run([&] { f(begin, end); });
   }
+  trouble.rethrow();
 }
 
 // f(task) for each task in [0, n), handed out one at a time: for tasks of unequal size, or cores of unequal speed.
@@ -39,8 +80,10 @@ inline void parallel_tasks(int64_t n, int threads, F&& f) {
     for (int64_t task = 0; task < n; ++task) f(task);
     return;
   }
+  FirstException trouble;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(std::min<int64_t>(threads, n)))
-  for (int64_t task = 0; task < n; ++task) f(task);
+  for (int64_t task = 0; task < n; ++task) trouble.run([&] { f(task); });
+  trouble.rethrow();
 }
 
 }  // namespace stoker

@@ -6,15 +6,13 @@
 #include <cstring>
 #include <type_traits>
 
-#define STOKER_API extern "C" __attribute__((visibility("default")))
+#include "stoker.h"
 
 namespace stoker {
 
 struct bf16 {
   uint16_t bits;
 };
-
-enum Dtype : int { kFloat32 = 0, kBfloat16 = 1 };  // the numbers Python passes; see kernels/native.py
 
 inline float load(float value) { return value; }
 
@@ -36,10 +34,10 @@ inline void store(bf16* to, float value) {
   to->bits = static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
 }
 
-// Calls `f.template operator()<Scalar>()` for the storage type that `dtype` names.
+// Calls f(Scalar*) for the storage type that `dtype` names.
 template <typename F>
 inline void for_dtype(int dtype, F&& f) {
-  if (dtype == kBfloat16)
+  if (dtype == STOKER_BFLOAT16)
     f(static_cast<bf16*>(nullptr));
   else
     f(static_cast<float*>(nullptr));

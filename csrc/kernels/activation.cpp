@@ -50,14 +50,12 @@ struct Silu {
   }
 };
 
-enum Kind : int { kGelu = 0, kGeluTanh = 1, kRelu = 2, kSilu = 3 };  // kernels/activation.py
-
 template <typename F>
 static void for_kind(int kind, F&& f) {
   switch (kind) {
-    case kGelu: return f(Gelu());
-    case kGeluTanh: return f(GeluTanh());
-    case kRelu: return f(Relu());
+    case STOKER_GELU: return f(Gelu());
+    case STOKER_GELU_TANH: return f(GeluTanh());
+    case STOKER_RELU: return f(Relu());
     default: return f(Silu());
   }
 }
@@ -70,6 +68,13 @@ struct Rows {
   int64_t stride;
   bool here;
   Scalar* operator[](int64_t row) const { return data + row * stride; }
+};
+
+// The biases as fp32, zeros where there is none.
+struct Biases {
+  explicit Biases(const stoker_activation_call& call)
+      : x(widen(call.x_bias, call.bias_dtype, call.columns)), up(widen(call.up_bias, call.bias_dtype, call.columns)) {}
+  const Buffer<float> x, up;
 };
 
 constexpr int64_t kPiece = 512;
@@ -123,8 +128,9 @@ static void load_piece(const Scalar* x, const Scalar* up, const float* x_bias, c
 }
 
 template <typename Act, typename Scalar>
-static void forward(Rows<const Scalar> x, Rows<const Scalar> up, const float* x_bias, const float* up_bias, Scalar* y,
-                    int64_t rows, int64_t columns, int threads) {
+static void forward(Rows<const Scalar> x, Rows<const Scalar> up, const Biases& bias, Scalar* y, int64_t rows,
+                    int64_t columns, int threads) {
+  const float *x_bias = bias.x.get(), *up_bias = bias.up.get();
   parallel_ranges(rows, threads_for(rows * columns, threads), [&](int64_t begin, int64_t end) {
     Pieces piece;
     for (int64_t row = begin; row < end; ++row) {
@@ -149,9 +155,9 @@ static void forward(Rows<const Scalar> x, Rows<const Scalar> up, const float* x_
 enum { kInput, kUp };
 
 template <typename Act, typename Scalar>
-static void backward(const Scalar* dy, Rows<const Scalar> x, Rows<const Scalar> up, const float* x_bias,
-                     const float* up_bias, Rows<Scalar> dx, Rows<Scalar> dup, const ColumnSums& sums, int64_t rows,
-                     int64_t columns, int threads) {
+static void backward(const Scalar* dy, Rows<const Scalar> x, Rows<const Scalar> up, const Biases& bias, Rows<Scalar> dx,
+                     Rows<Scalar> dup, const ColumnSums& sums, int64_t rows, int64_t columns, int threads) {
+  const float *x_bias = bias.x.get(), *up_bias = bias.up.get();
   parallel_tasks(sums.count, threads_for(rows * columns, threads), [&](int64_t block) {
     Pieces piece;
     float* dx_sums = sums.start(block, kInput);
@@ -192,41 +198,38 @@ static void backward(const Scalar* dy, Rows<const Scalar> x, Rows<const Scalar> 
 
 }  // namespace stoker
 
-// `up` counts only if `gated`. Strides count elements.
-STOKER_API void stoker_activation_forward(const void* x, int64_t x_stride, const void* up, int64_t up_stride,
-                                          const void* x_bias, const void* up_bias, void* y, int64_t rows,
-                                          int64_t columns, int kind, int gated, int dtype, int bias_dtype, int threads) {
+STOKER_API int32_t stoker_activation_forward(const stoker_activation_call* call) {
   using namespace stoker;
-  const Buffer<float> wide = widen(x_bias, bias_dtype, columns), wide_up = widen(up_bias, bias_dtype, columns);
-  for_dtype(dtype, [&](auto* tag) {
-    using Scalar = std::remove_pointer_t<decltype(tag)>;
-    const Rows<const Scalar> from{static_cast<const Scalar*>(x), x_stride, true};
-    const Rows<const Scalar> by{static_cast<const Scalar*>(up), up_stride, gated != 0};
-    for_kind(kind, [&](auto act) {
-      forward<decltype(act)>(from, by, wide.get(), wide_up.get(), static_cast<Scalar*>(y), rows, columns, threads);
+  return guarded([&] {
+    const Biases bias(*call);
+    for_dtype(call->dtype, [&](auto* tag) {
+      using Scalar = std::remove_pointer_t<decltype(tag)>;
+      const Rows<const Scalar> x{static_cast<const Scalar*>(call->x), call->x_stride, true};
+      const Rows<const Scalar> up{static_cast<const Scalar*>(call->up), call->up_stride, call->gated != 0};
+      for_kind(call->kind, [&](auto act) {
+        forward<decltype(act)>(x, up, bias, static_cast<Scalar*>(call->y), call->rows, call->columns, call->threads);
+      });
     });
   });
 }
 
-STOKER_API void stoker_activation_backward(const void* dy, const void* x, int64_t x_stride, const void* up,
-                                           int64_t up_stride, const void* x_bias, const void* up_bias, void* dx,
-                                           int64_t dx_stride, void* dup, int64_t dup_stride, void* dbias,
-                                           void* dup_bias, int64_t rows, int64_t columns, int kind, int gated,
-                                           int dtype, int bias_dtype, int threads) {
+STOKER_API int32_t stoker_activation_backward(const stoker_activation_call* call) {
   using namespace stoker;
-  const Buffer<float> wide = widen(x_bias, bias_dtype, columns), wide_up = widen(up_bias, bias_dtype, columns);
-  const ColumnSums sums(rows, columns, gated ? 2 : 1);
-  for_dtype(dtype, [&](auto* tag) {
-    using Scalar = std::remove_pointer_t<decltype(tag)>;
-    const Rows<const Scalar> from{static_cast<const Scalar*>(x), x_stride, true};
-    const Rows<const Scalar> by{static_cast<const Scalar*>(up), up_stride, gated != 0};
-    const Rows<Scalar> to{static_cast<Scalar*>(dx), dx_stride, true};
-    const Rows<Scalar> to_up{static_cast<Scalar*>(dup), dup_stride, gated != 0};
-    for_kind(kind, [&](auto act) {
-      backward<decltype(act)>(static_cast<const Scalar*>(dy), from, by, wide.get(), wide_up.get(), to, to_up, sums, rows,
-                              columns, threads);
+  return guarded([&] {
+    const Biases bias(*call);
+    const ColumnSums sums(call->rows, call->columns, call->gated ? 2 : 1);
+    for_dtype(call->dtype, [&](auto* tag) {
+      using Scalar = std::remove_pointer_t<decltype(tag)>;
+      const Rows<const Scalar> x{static_cast<const Scalar*>(call->x), call->x_stride, true};
+      const Rows<const Scalar> up{static_cast<const Scalar*>(call->up), call->up_stride, call->gated != 0};
+      const Rows<Scalar> dx{static_cast<Scalar*>(call->dx), call->dx_stride, true};
+      const Rows<Scalar> dup{static_cast<Scalar*>(call->dup), call->dup_stride, call->gated != 0};
+      for_kind(call->kind, [&](auto act) {
+        backward<decltype(act)>(static_cast<const Scalar*>(call->dy), x, up, bias, dx, dup, sums, call->rows, call->columns,
+                                call->threads);
+      });
     });
+    sums.finish(kInput, call->dx_bias, call->bias_dtype, call->threads);
+    if (call->gated) sums.finish(kUp, call->dup_bias, call->bias_dtype, call->threads);
   });
-  sums.finish(kInput, dbias, bias_dtype, threads);
-  if (gated) sums.finish(kUp, dup_bias, bias_dtype, threads);
 }

@@ -18,26 +18,6 @@
 
 namespace stoker {
 
-// Mirrored field by field in kernels/attention.py.
-struct AttentionCall {
-  const void *q, *k, *v;  // (tokens, heads, head_size), by the strides below; the last dimension is dense
-  void* out;              // (tokens, heads, head_size), dense
-  float* lse;             // (tokens, heads), dense
-  const void* dout;       // backward only: as out
-  void *dq, *dk, *dv;     // backward only: strides as q, k, v
-  const float* bias;      // (heads, bias_length, bias_length) or null
-  float* dbias;           // (bias_groups, heads, bias_length, bias_length), zeroed, or null
-  float* dq_parts;        // (key chunks, tokens, heads, head_size) or null where no sequence is longer than a chunk
-  const float *cosine, *sine;  // rotary embedding: (tokens, head_size / 2) or null
-  const int64_t* starts;       // (sequences + 1) cumulative lengths
-  int64_t sequences, heads, kv_heads, head_size, bias_length, bias_groups;
-  int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides in elements
-  int64_t left, right;  // how many keys before and after its own position a query sees
-  uint64_t key;
-  float scale, p;
-  int32_t dtype, threads;
-};
-
 namespace {
 
 constexpr int64_t kQueryBlock = 64;    // 64 x 512 scores: 128 KB, a quarter of a small L2
@@ -49,7 +29,7 @@ constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
 // Rows [first, first + count) of one head as dense fp32 times `scale`, rotated where the model asks for it.
 template <typename Scalar>
-void load_rows(const Scalar* from, int64_t token_stride, int64_t first, int64_t count, const AttentionCall& call,
+void load_rows(const Scalar* from, int64_t token_stride, int64_t first, int64_t count, const stoker_attention_call& call,
                bool rotate, float scale, float* to) {
   const int64_t size = call.head_size, half = size / 2;
   for (int64_t row = 0; row < count; ++row, to += size) {
@@ -72,7 +52,7 @@ void load_rows(const Scalar* from, int64_t token_stride, int64_t first, int64_t 
 
 // The reverse, for gradients: scale, rotate back, store.
 template <typename Scalar>
-void store_rows(const float* from, int64_t from_stride, int64_t first, int64_t count, const AttentionCall& call, bool rotate,
+void store_rows(const float* from, int64_t from_stride, int64_t first, int64_t count, const stoker_attention_call& call, bool rotate,
                 float scale, Scalar* to, int64_t token_stride) {
   const int64_t size = call.head_size, half = size / 2;
   for (int64_t row = 0; row < count; ++row, from += from_stride) {
@@ -99,13 +79,13 @@ struct KeyRange {
   bool empty() const { return begin >= end; }
 };
 
-KeyRange visible(const AttentionCall& call, int64_t first_query, int64_t last_query, int64_t first, int64_t last) {
+KeyRange visible(const stoker_attention_call& call, int64_t first_query, int64_t last_query, int64_t first, int64_t last) {
   return {std::max(first, first_query - std::min(call.left, first_query)),
           call.right >= last - last_query ? last : std::min(last, last_query + call.right + 1)};
 }
 
 // Adds the bias to a row of scores and puts -inf where `query` may not look. `scores` stands for keys [begin, end).
-void finish_scores(const AttentionCall& call, int64_t head, int64_t query, int64_t begin, int64_t end, float* scores) {
+void finish_scores(const stoker_attention_call& call, int64_t head, int64_t query, int64_t begin, int64_t end, float* scores) {
   if (call.bias) {
     const float* bias = call.bias + (head * call.bias_length + query) * call.bias_length + begin;
 #pragma omp simd
@@ -130,7 +110,7 @@ struct ForwardTask {
 };
 
 template <typename Scalar>
-void forward_task(const AttentionCall& call, const Dropout& dropout, const ForwardTask& task) {
+void forward_task(const stoker_attention_call& call, const Dropout& dropout, const ForwardTask& task) {
   const int64_t size = call.head_size, width = round_up(size, kPanel);
   const int64_t start = call.starts[task.sequence], length = call.starts[task.sequence + 1] - start;
   const int64_t queries = std::min(kQueryChunk, length - task.first_query);
@@ -233,7 +213,7 @@ struct BackwardTask {
 template <typename Scalar>
 class Backward {
  public:
-  Backward(const AttentionCall& call, const Dropout& dropout)
+  Backward(const stoker_attention_call& call, const Dropout& dropout)
       : call_(call), dropout_(dropout), size_(call.head_size), width_(round_up(call.head_size, kPanel)),
         group_(call.heads / call.kv_heads) {}
 
@@ -380,7 +360,7 @@ class Backward {
     }
   }
 
-  const AttentionCall& call_;
+  const stoker_attention_call& call_;
   const Dropout& dropout_;
   const int64_t size_, width_, group_;
   int64_t start_ = 0, length_ = 0, kv_head_ = 0, bias_group_ = 0;
@@ -390,7 +370,7 @@ class Backward {
 
 // Sums the parts that the key chunks of long sequences left, in the order of the chunks.
 template <typename Scalar>
-void combine_dq(const AttentionCall& call) {
+void combine_dq(const stoker_attention_call& call) {
   const int64_t dense = call.heads * call.head_size, tokens = call.starts[call.sequences];
   for (int64_t sequence = 0; sequence < call.sequences; ++sequence) {
     const int64_t start = call.starts[sequence], length = call.starts[sequence + 1] - start;
@@ -413,7 +393,7 @@ void combine_dq(const AttentionCall& call) {
 }
 
 // Longest first: the last tasks handed out should be short ones.
-std::vector<int64_t> by_length(const AttentionCall& call) {
+std::vector<int64_t> by_length(const stoker_attention_call& call) {
   std::vector<int64_t> order;
   for (int64_t s = 0; s < call.sequences; ++s)
     if (call.starts[s + 1] > call.starts[s]) order.push_back(s);
@@ -424,7 +404,7 @@ std::vector<int64_t> by_length(const AttentionCall& call) {
 }
 
 template <typename Scalar>
-void forward(const AttentionCall& call) {
+void forward(const stoker_attention_call& call) {
   const Dropout dropout(call.p, call.key);
   std::vector<ForwardTask> tasks;
   for (int64_t sequence : by_length(call)) {
@@ -437,7 +417,7 @@ void forward(const AttentionCall& call) {
 }
 
 template <typename Scalar>
-void backward(const AttentionCall& call) {
+void backward(const stoker_attention_call& call) {
   const Dropout dropout(call.p, call.key);
   const std::vector<int64_t> order = by_length(call);
   const int64_t count = static_cast<int64_t>(order.size());
@@ -476,10 +456,12 @@ void backward(const AttentionCall& call) {
 
 STOKER_API int64_t stoker_attention_key_chunk() { return stoker::kKeyChunk; }
 
-STOKER_API void stoker_attention_forward(const stoker::AttentionCall* call) {
-  stoker::for_dtype(call->dtype, [&](auto* tag) { stoker::forward<std::remove_pointer_t<decltype(tag)>>(*call); });
+STOKER_API int32_t stoker_attention_forward(const stoker_attention_call* call) {
+  using namespace stoker;
+  return guarded([&] { for_dtype(call->dtype, [&](auto* tag) { forward<std::remove_pointer_t<decltype(tag)>>(*call); }); });
 }
 
-STOKER_API void stoker_attention_backward(const stoker::AttentionCall* call) {
-  stoker::for_dtype(call->dtype, [&](auto* tag) { stoker::backward<std::remove_pointer_t<decltype(tag)>>(*call); });
+STOKER_API int32_t stoker_attention_backward(const stoker_attention_call* call) {
+  using namespace stoker;
+  return guarded([&] { for_dtype(call->dtype, [&](auto* tag) { backward<std::remove_pointer_t<decltype(tag)>>(*call); }); });
 }

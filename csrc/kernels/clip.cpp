@@ -45,25 +45,29 @@ static double sum_of_squares(const float* x, int64_t count) {
 
 }  // namespace stoker
 
-// The Euclidean norm of all tensors as one vector.
-STOKER_API void stoker_norm(const float* const* tensors, const int64_t* sizes, int64_t count, double* norm, int threads) {
+STOKER_API int32_t stoker_gradient_norm(const float* const* tensors, const int64_t* sizes, int64_t count, double* norm,
+                                        int32_t threads) {
   using namespace stoker;
-  const auto pieces = pieces_of(sizes, count);
-  std::vector<double> sums(pieces.size());
-  for_pieces(pieces, threads, [&](int64_t index, const Piece& piece) {
-    sums[static_cast<size_t>(index)] = sum_of_squares(tensors[piece.tensor] + piece.begin, piece.end - piece.begin);
+  return guarded([&] {
+    const auto pieces = pieces_of(sizes, count);
+    std::vector<double> sums(pieces.size());
+    for_pieces(pieces, threads, [&](int64_t index, const Piece& piece) {
+      sums[static_cast<size_t>(index)] = sum_of_squares(tensors[piece.tensor] + piece.begin, piece.end - piece.begin);
+    });
+    double total = 0.0;
+    for (const double sum : sums) total += sum;
+    *norm = std::sqrt(total);
   });
-  double total = 0.0;
-  for (const double sum : sums) total += sum;
-  *norm = std::sqrt(total);
 }
 
-// All tensors times `factor`, in place.
-STOKER_API void stoker_scale(float* const* tensors, const int64_t* sizes, int64_t count, float factor, int threads) {
+STOKER_API int32_t stoker_scale_gradients(float* const* tensors, const int64_t* sizes, int64_t count, float factor,
+                                          int32_t threads) {
   using namespace stoker;
-  for_pieces(pieces_of(sizes, count), threads, [&](int64_t, const Piece& piece) {
-    float* x = tensors[piece.tensor];
+  return guarded([&] {
+    for_pieces(pieces_of(sizes, count), threads, [&](int64_t, const Piece& piece) {
+      float* x = tensors[piece.tensor];
 #pragma omp simd
-    for (int64_t i = piece.begin; i < piece.end; ++i) x[i] *= factor;
+      for (int64_t i = piece.begin; i < piece.end; ++i) x[i] *= factor;
+    });
   });
 }

@@ -25,12 +25,14 @@ static void dropout_rows(const Scalar* x, Scalar* y, int64_t rows, int64_t colum
 
 }  // namespace stoker
 
-STOKER_API void stoker_dropout(const void* x, void* y, int64_t rows, int64_t columns, float p, uint64_t key, int dtype,
-                               int threads) {
+STOKER_API int32_t stoker_dropout(const void* x, void* y, int64_t rows, int64_t columns, float p, uint64_t key,
+                                  int32_t dtype, int32_t threads) {
   using namespace stoker;
-  const Dropout dropout(p, key);
-  for_dtype(dtype, [&](auto* tag) {
-    using Scalar = std::remove_pointer_t<decltype(tag)>;
-    dropout_rows(static_cast<const Scalar*>(x), static_cast<Scalar*>(y), rows, columns, dropout, threads);
+  return guarded([&] {
+    const Dropout dropout(p, key);
+    for_dtype(dtype, [&](auto* tag) {
+      using Scalar = std::remove_pointer_t<decltype(tag)>;
+      dropout_rows(static_cast<const Scalar*>(x), static_cast<Scalar*>(y), rows, columns, dropout, threads);
+    });
   });
 }

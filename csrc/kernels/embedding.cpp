@@ -15,19 +15,13 @@ namespace stoker {
 
 constexpr int kTables = 3;
 
-struct Tables {
-  const int64_t* ids[kTables];  // null where there is no such table
-  const void* rows[kTables];
-  int64_t columns;
-};
-
 template <typename Scalar>
-static void lookup_row(const Tables& tables, int64_t token, float* z) {
-  const int64_t columns = tables.columns;
+static void lookup_row(const stoker_embedding_norm_call& call, int64_t token, float* z) {
+  const int64_t columns = call.columns;
   bool first = true;
   for (int k = 0; k < kTables; ++k) {
-    if (!tables.ids[k]) continue;
-    const Scalar* from = static_cast<const Scalar*>(tables.rows[k]) + tables.ids[k][token] * columns;
+    if (!call.ids[k]) continue;
+    const Scalar* from = static_cast<const Scalar*>(call.tables[k]) + call.ids[k][token] * columns;
     if (first) {
 #pragma omp simd
       for (int64_t i = 0; i < columns; ++i) z[i] = load(from[i]);
@@ -40,18 +34,19 @@ static void lookup_row(const Tables& tables, int64_t token, float* z) {
 }
 
 template <typename Table, typename Scalar>
-static void forward(const Tables& tables, const float* weight, const float* bias, Scalar* y, float* stats, int64_t tokens,
-                    float eps, const Dropout& dropout, int threads) {
-  const int64_t columns = tables.columns, room = columns + kRandomGroup;
-  parallel_ranges(tokens, threads_for(tokens * columns, threads), [&](int64_t begin, int64_t end) {
+static void forward(const stoker_embedding_norm_call& call, const float* weight, const float* bias) {
+  const int64_t tokens = call.tokens, columns = call.columns, room = columns + kRandomGroup;
+  const Dropout dropout(call.p, call.key);
+  float* stats = call.stats;
+  parallel_ranges(tokens, threads_for(tokens * columns, call.threads), [&](int64_t begin, int64_t end) {
     float* z = thread_row<0>(room);
     float* factors = thread_row<1>(room);
     for (int64_t token = begin; token < end; ++token) {
-      lookup_row<Table>(tables, token, z);
-      const Moments m = moments(z, sum(z, columns), columns, eps, false);
+      lookup_row<Table>(call, token, z);
+      const Moments m = moments(z, sum(z, columns), columns, call.eps, false);
       stats[token] = m.mean;
       stats[tokens + token] = m.rstd;
-      Scalar* to = y + token * columns;
+      Scalar* to = static_cast<Scalar*>(call.y) + token * columns;
       if (!dropout.active()) {
         normalize_row(z, m, weight, bias, columns, to);
         continue;
@@ -67,20 +62,20 @@ static void forward(const Tables& tables, const float* weight, const float* bias
 enum { kWeight, kBias, kKinds };
 
 template <typename Table, typename Scalar>
-static void backward(const Tables& tables, const Scalar* dy, const float* weight, const float* stats, float* dz,
-                     const ColumnSums& sums, int64_t tokens, const Dropout& dropout, int threads) {
-  const int64_t columns = tables.columns, room = columns + kRandomGroup;
-  parallel_tasks(sums.count, threads_for(tokens * columns, threads), [&](int64_t block) {
+static void backward(const stoker_embedding_norm_call& call, const float* weight, const ColumnSums& sums) {
+  const int64_t tokens = call.tokens, columns = call.columns, room = columns + kRandomGroup;
+  const Dropout dropout(call.p, call.key);
+  parallel_tasks(sums.count, threads_for(tokens * columns, call.threads), [&](int64_t block) {
     float* z = thread_row<0>(room);
     float* factors = thread_row<1>(room);
     float* g = thread_row<2>(room);
     float* dweight = sums.start(block, kWeight);
     float* dbias = sums.start(block, kBias);
     for (int64_t token = block * sums.size; token < std::min(tokens, (block + 1) * sums.size); ++token) {
-      lookup_row<Table>(tables, token, z);
-      const Scalar* from = dy + token * columns;
-      float* to = dz + token * columns;
-      const Moments m{stats[token], stats[tokens + token]};
+      lookup_row<Table>(call, token, z);
+      const Scalar* from = static_cast<const Scalar*>(call.dy) + token * columns;
+      float* to = call.dz + token * columns;
+      const Moments m{call.stats[token], call.stats[tokens + token]};
       const auto finish = [&](auto&& dy_at) {
         const RowGradient gradient = read_row([=](int64_t i) { return z[i]; }, dy_at, m, weight, columns, false, z, g,
                                               dweight, dbias);
@@ -186,19 +181,11 @@ static void scatter(const Scalar* dz, const int64_t* ids, Table* grad, int64_t t
   });
 }
 
-// The first id outside its table: bad[0] the table, bad[1] the token; bad[0] = -1 if all are inside.
-static void check_ids(const Tables& tables, const int64_t* sizes, int64_t tokens, int64_t* bad) {
-  bad[0] = -1;
-  for (int k = 0; k < kTables; ++k) {
-    if (!tables.ids[k]) continue;
-    for (int64_t token = 0; token < tokens; ++token) {
-      const int64_t id = tables.ids[k][token];
-      if (id >= 0 && id < sizes[k]) continue;
-      bad[0] = k;
-      bad[1] = token;
-      return;
-    }
-  }
+// The first of `ids` that is not a row of a table of `rows`, or -1.
+static int64_t bad_token(const int64_t* ids, int64_t tokens, int64_t rows) {
+  for (int64_t token = 0; token < tokens; ++token)
+    if (ids[token] < 0 || ids[token] >= rows) return token;
+  return -1;
 }
 
 template <typename F>
@@ -208,69 +195,66 @@ static void for_dtypes(int first, int second, F&& f) {
 
 }  // namespace stoker
 
-// sizes[3]: rows of each table. bad[2]: see check_ids; nothing else is written if an id is outside its table.
-STOKER_API void stoker_embedding_norm_forward(const int64_t* ids0, const int64_t* ids1, const int64_t* ids2,
-                                              const void* table0, const void* table1, const void* table2,
-                                              const int64_t* sizes, const void* weight, const void* bias, void* y,
-                                              float* stats, int64_t* bad, int64_t tokens, int64_t columns, float p,
-                                              uint64_t key, float eps, int table_dtype, int dtype, int weight_dtype,
-                                              int bias_dtype, int threads) {
+STOKER_API int32_t stoker_embedding_norm_forward(stoker_embedding_norm_call* call) {
   using namespace stoker;
-  const Tables tables{{ids0, ids1, ids2}, {table0, table1, table2}, columns};
-  check_ids(tables, sizes, tokens, bad);
-  if (bad[0] >= 0) return;
-  const Buffer<float> wide_weight = widen(weight, weight_dtype, columns), wide_bias = widen(bias, bias_dtype, columns);
-  for_dtypes(table_dtype, dtype, [&](auto* table, auto* scalar) {
-    using Table = std::remove_pointer_t<decltype(table)>;
-    using Scalar = std::remove_pointer_t<decltype(scalar)>;
-    forward<Table>(tables, wide_weight.get(), wide_bias.get(), static_cast<Scalar*>(y), stats, tokens, eps,
-                   Dropout(p, key), threads);
+  for (int k = 0; k < kTables; ++k) {
+    if (!call->ids[k]) continue;
+    call->bad_table = k;
+    call->bad_token = bad_token(call->ids[k], call->tokens, call->table_rows[k]);
+    if (call->bad_token >= 0) return STOKER_BAD_INDEX;
+  }
+  return guarded([&] {
+    const Buffer<float> weight = widen(call->weight, call->weight_dtype, call->columns),
+                        bias = widen(call->bias, call->bias_dtype, call->columns);
+    for_dtypes(call->table_dtype, call->dtype, [&](auto* table, auto* scalar) {
+      using Table = std::remove_pointer_t<decltype(table)>;
+      using Scalar = std::remove_pointer_t<decltype(scalar)>;
+      forward<Table, Scalar>(*call, weight.get(), bias.get());
+    });
   });
 }
 
-// dz[tokens * columns]: the gradient of the sum of the lookups, for stoker_embedding_scatter.
-STOKER_API void stoker_embedding_norm_backward(const int64_t* ids0, const int64_t* ids1, const int64_t* ids2,
-                                               const void* table0, const void* table1, const void* table2,
-                                               const void* dy, const void* weight, const float* stats, float* dz,
-                                               void* dweight, void* dbias, int64_t tokens, int64_t columns, float p,
-                                               uint64_t key, int table_dtype, int dtype, int weight_dtype,
-                                               int bias_dtype, int threads) {
+STOKER_API int32_t stoker_embedding_norm_backward(const stoker_embedding_norm_call* call) {
   using namespace stoker;
-  const Tables tables{{ids0, ids1, ids2}, {table0, table1, table2}, columns};
-  const Buffer<float> wide_weight = widen(weight, weight_dtype, columns);
-  const ColumnSums sums(tokens, columns, kKinds);
-  for_dtypes(table_dtype, dtype, [&](auto* table, auto* scalar) {
-    using Table = std::remove_pointer_t<decltype(table)>;
-    using Scalar = std::remove_pointer_t<decltype(scalar)>;
-    backward<Table>(tables, static_cast<const Scalar*>(dy), wide_weight.get(), stats, dz, sums, tokens, Dropout(p, key),
-                    threads);
-  });
-  sums.finish(kWeight, dweight, weight_dtype, threads);
-  sums.finish(kBias, dbias, bias_dtype, threads);
-}
-
-// grad[rows * columns] = the sum of dz over the tokens of each row; 0 for rows without tokens, and for row `skip`.
-STOKER_API void stoker_embedding_scatter(const void* dz, const int64_t* ids, void* grad, int64_t tokens, int64_t rows,
-                                         int64_t columns, int64_t skip, int dtype, int table_dtype, int threads) {
-  using namespace stoker;
-  for_dtypes(dtype, table_dtype, [&](auto* scalar, auto* table) {
-    using Scalar = std::remove_pointer_t<decltype(scalar)>;
-    using Table = std::remove_pointer_t<decltype(table)>;
-    scatter(static_cast<const Scalar*>(dz), ids, static_cast<Table*>(grad), tokens, rows, columns, skip, threads);
+  return guarded([&] {
+    const Buffer<float> weight = widen(call->weight, call->weight_dtype, call->columns);
+    const ColumnSums sums(call->tokens, call->columns, kKinds);
+    for_dtypes(call->table_dtype, call->dtype, [&](auto* table, auto* scalar) {
+      using Table = std::remove_pointer_t<decltype(table)>;
+      using Scalar = std::remove_pointer_t<decltype(scalar)>;
+      backward<Table, Scalar>(*call, weight.get(), sums);
+    });
+    sums.finish(kWeight, call->dweight, call->weight_dtype, call->threads);
+    sums.finish(kBias, call->dbias, call->bias_dtype, call->threads);
   });
 }
 
-// y[token] = table[ids[token]], for elements of `bytes` bytes. bad: as above.
-STOKER_API void stoker_embedding_lookup(const int64_t* ids, const void* table, void* y, int64_t* bad, int64_t tokens,
-                                        int64_t rows, int64_t columns, int64_t bytes, int threads) {
+STOKER_API int32_t stoker_embedding_scatter(const stoker_embedding_call* call) {
   using namespace stoker;
-  const Tables tables{{ids, nullptr, nullptr}, {table, nullptr, nullptr}, columns};
-  const int64_t sizes[kTables] = {rows, 0, 0};
-  check_ids(tables, sizes, tokens, bad);
-  if (bad[0] >= 0) return;
-  const int64_t row = columns * bytes;
-  parallel_ranges(tokens, threads_for(tokens * columns, threads), [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token)
-      std::memcpy(static_cast<char*>(y) + token * row, static_cast<const char*>(table) + ids[token] * row, row);
+  return guarded([&] {
+    for_dtypes(call->dtype, call->table_dtype, [&](auto* scalar, auto* table) {
+      using Scalar = std::remove_pointer_t<decltype(scalar)>;
+      using Table = std::remove_pointer_t<decltype(table)>;
+      scatter(static_cast<const Scalar*>(call->dy), call->ids, static_cast<Table*>(call->dtable), call->tokens, call->rows,
+              call->columns, call->skip, call->threads);
+    });
+  });
+}
+
+STOKER_API int32_t stoker_embedding_lookup(stoker_embedding_call* call) {
+  using namespace stoker;
+  call->bad_token = bad_token(call->ids, call->tokens, call->rows);
+  if (call->bad_token >= 0) return STOKER_BAD_INDEX;
+  return guarded([&] {
+    for_dtype(call->table_dtype, [&](auto* tag) {
+      using Table = std::remove_pointer_t<decltype(tag)>;
+      const int64_t columns = call->columns;
+      const Table* table = static_cast<const Table*>(call->table);
+      Table* y = static_cast<Table*>(call->y);
+      parallel_ranges(call->tokens, threads_for(call->tokens * columns, call->threads), [&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token)
+          std::memcpy(y + token * columns, table + call->ids[token] * columns, columns * sizeof(Table));
+      });
+    });
   });
 }

@@ -5,8 +5,6 @@
 //             stay in cache and leave it with bias and rounding applied. Operands in bf16 are widened as they are packed.
 //   openblas: tiles are handed out the same way and each is one single-threaded sgemm of OpenBLAS; bf16 tiles are widened first.
 // Tiles are cut by shape alone and each is summed by one thread in a fixed order: results do not depend on the thread count.
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -16,24 +14,6 @@
 
 namespace stoker {
 
-// Element (i, j) at data[i * row_stride + j * column_stride]; one of the strides is 1. Mirrored in kernels/linear.py.
-struct Operand {
-  const void* data;
-  int64_t row_stride, column_stride;
-  int32_t dtype;
-};
-
-// C = sum over the terms of A_t B_t, plus bias. More than one term is the gradient of an input that several weights share.
-struct Product {
-  const Operand *a, *b;  // one per term
-  const int64_t* depths;
-  int64_t terms, rows, columns;
-  void* c;
-  int64_t c_stride;
-  const void* bias;  // one per column, or null
-  int32_t c_dtype, bias_dtype;
-};
-
 typedef void (*Sgemm)(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a, int lda,
                       const float* b, int ldb, float beta, float* c, int ldc);
 
@@ -42,10 +22,11 @@ namespace {
 constexpr int64_t kTileRows = 96, kTileColumns = 384;
 constexpr int64_t kDepth = 256;  // a panel of B of this depth is 16 KB on AVX2 and stays in L1 while the tile's rows pass by
 constexpr int64_t kTileStride = kTileColumns + 16;
+constexpr int64_t kBatch = 4;  // panels packed by a thread at a time
 constexpr int64_t kPackedFloats = 4 << 20;  // B is packed in pieces of at most 16 MB, for the last-level cache's sake
 
 template <typename Scalar>
-void pack_panel(const Operand& b, int64_t depth, int64_t first, int64_t width, float* panel) {
+void pack_panel(const stoker_operand& b, int64_t depth, int64_t first, int64_t width, float* panel) {
   const Scalar* data = static_cast<const Scalar*>(b.data);
   if (b.column_stride == 1) {
     pack_rows(data + first, b.row_stride, depth, width, panel);
@@ -60,7 +41,7 @@ void pack_panel(const Operand& b, int64_t depth, int64_t first, int64_t width, f
 
 // Rows [row, row + rows) and depth [from, from + depth) of A, dense. Keeps the order of memory: the strides say which it is.
 template <typename Scalar>
-void pack_block(const Operand& a, int64_t row, int64_t rows, int64_t from, int64_t depth, float* to, int64_t* row_stride,
+void pack_block(const stoker_operand& a, int64_t row, int64_t rows, int64_t from, int64_t depth, float* to, int64_t* row_stride,
                 int64_t* depth_stride) {
   const Scalar* data = static_cast<const Scalar*>(a.data);
   if (a.column_stride == 1) {
@@ -84,7 +65,7 @@ void pack_block(const Operand& a, int64_t row, int64_t rows, int64_t from, int64
 
 // A finished tile of fp32 sums into C, with the bias.
 template <typename Scalar, typename Bias>
-void store_tile(const Product& product, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* tile,
+void store_tile(const stoker_product_call& product, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* tile,
                 int64_t tile_stride) {
   const Bias* bias = static_cast<const Bias*>(product.bias);
   for (int64_t i = 0; i < rows; ++i) {
@@ -100,7 +81,7 @@ void store_tile(const Product& product, int64_t row, int64_t rows, int64_t colum
   }
 }
 
-void store_tile_any(const Product& product, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* tile,
+void store_tile_any(const stoker_product_call& product, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* tile,
                     int64_t tile_stride) {
   for_dtype(product.c_dtype, [&](auto* c) {
     for_dtype(product.bias_dtype, [&](auto* bias) {
@@ -112,7 +93,7 @@ void store_tile_any(const Product& product, int64_t row, int64_t rows, int64_t c
 
 // --- own engine ---------------------------------------------------------------------------------------------------------
 
-void own_tile(const Product& product, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* packed,
+void own_tile(const stoker_product_call& product, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* packed,
               int64_t packed_depth, int64_t first_column) {
   Scratch& scratch = Scratch::of_this_thread();
   scratch.reserve(kTileRows * (kTileStride + kDepth) + 64);
@@ -145,7 +126,7 @@ void own_tile(const Product& product, int64_t row, int64_t rows, int64_t column,
 }
 
 // Panels of [first, first + columns) of product's B, all terms below each other.
-void pack_panels(const Product& product, int64_t depth, int64_t first, int64_t panel, int64_t columns, float* packed) {
+void pack_panels(const stoker_product_call& product, int64_t depth, int64_t first, int64_t panel, int64_t columns, float* packed) {
   float* to = packed + panel * kPanel * depth;
   const int64_t column = first + panel * kPanel, width = std::min<int64_t>(kPanel, first + columns - column);
   for (int64_t term = 0; term < product.terms; ++term) {
@@ -156,7 +137,7 @@ void pack_panels(const Product& product, int64_t depth, int64_t first, int64_t p
   }
 }
 
-void own_product(const Product& product, int threads) {
+void own_product(const stoker_product_call& product) {
   int64_t depth = 0;
   for (int64_t term = 0; term < product.terms; ++term) depth += product.depths[term];
   const int64_t widest = std::max<int64_t>(kTileColumns, kPackedFloats / std::max<int64_t>(depth, 1) / kTileColumns * kTileColumns);
@@ -164,18 +145,18 @@ void own_product(const Product& product, int threads) {
   shared.reserve(round_up(std::min(widest, product.columns), kPanel) * std::max<int64_t>(depth, 1));
   float* packed = shared.take(0);
   const int64_t tile_rows = (product.rows + kTileRows - 1) / kTileRows;
-#pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < product.columns; first += widest) {
     const int64_t columns = std::min(widest, product.columns - first);
     const int64_t panels = (columns + kPanel - 1) / kPanel, tile_columns = (columns + kTileColumns - 1) / kTileColumns;
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t panel = 0; panel < panels; ++panel) pack_panels(product, depth, first, panel, columns, packed);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < tile_rows * tile_columns; ++task) {
+    parallel_tasks((panels + kBatch - 1) / kBatch, product.threads, [&](int64_t batch) {
+      for (int64_t panel = batch * kBatch; panel < std::min(panels, (batch + 1) * kBatch); ++panel)
+        pack_panels(product, depth, first, panel, columns, packed);
+    });
+    parallel_tasks(tile_rows * tile_columns, product.threads, [&](int64_t task) {
       const int64_t row = task / tile_columns * kTileRows, column = first + task % tile_columns * kTileColumns;
       own_tile(product, row, std::min(kTileRows, product.rows - row), column,
                std::min(kTileColumns, first + columns - column), packed, depth, first);
-    }
+    });
   }
 }
 
@@ -184,12 +165,12 @@ void own_product(const Product& product, int threads) {
 constexpr int kRowMajor = 101, kNoTranspose = 111, kTranspose = 112;  // CBLAS
 
 // A fp32 view of part of an operand: the memory itself, or a widened copy in `buffer`, with the same order of strides.
-const float* widened(const Operand& operand, int64_t row, int64_t rows, int64_t column, int64_t columns, float* buffer,
+const float* widened(const stoker_operand& operand, int64_t row, int64_t rows, int64_t column, int64_t columns, float* buffer,
                      int64_t* stride) {
   const bool by_rows = operand.column_stride == 1;
   const int64_t outer_stride = by_rows ? operand.row_stride : operand.column_stride;
   const int64_t offset = by_rows ? row * outer_stride + column : column * outer_stride + row;
-  if (operand.dtype == kFloat32) {
+  if (operand.dtype == STOKER_FLOAT32) {
     *stride = outer_stride;
     return static_cast<const float*>(operand.data) + offset;
   }
@@ -203,14 +184,15 @@ const float* widened(const Operand& operand, int64_t row, int64_t rows, int64_t 
   return buffer;
 }
 
-void openblas_product(const Product& product, Sgemm sgemm, int threads) {
+void openblas_product(const stoker_product_call& product) {
+  const Sgemm sgemm = reinterpret_cast<Sgemm>(const_cast<void*>(product.sgemm));
   // Large enough that OpenBLAS's own packing disappears, small enough for two dozen tiles in a 2048 x 768 result.
   constexpr int64_t kRowsPerCall = 256, kColumnsPerCall = 384;
   int64_t deepest = 1;
   for (int64_t term = 0; term < product.terms; ++term) deepest = std::max(deepest, product.depths[term]);
   const int64_t tile_rows = (product.rows + kRowsPerCall - 1) / kRowsPerCall;
   const int64_t tile_columns = (product.columns + kColumnsPerCall - 1) / kColumnsPerCall;
-  parallel_tasks(tile_rows * tile_columns, threads, [&](int64_t task) {
+  parallel_tasks(tile_rows * tile_columns, product.threads, [&](int64_t task) {
     const int64_t row = task / tile_columns * kRowsPerCall, column = task % tile_columns * kColumnsPerCall;
     const int64_t rows = std::min(kRowsPerCall, product.rows - row), columns = std::min(kColumnsPerCall, product.columns - column);
     Scratch& scratch = Scratch::of_this_thread();
@@ -219,7 +201,7 @@ void openblas_product(const Product& product, Sgemm sgemm, int threads) {
     float* a_buffer = scratch.take(kRowsPerCall * deepest);
     float* b_buffer = scratch.take(kColumnsPerCall * deepest);
     // Without bias and rounding the result can go straight to its place.
-    const bool direct = product.c_dtype == kFloat32 && !product.bias;
+    const bool direct = product.c_dtype == STOKER_FLOAT32 && !product.bias;
     float* c = direct ? static_cast<float*>(product.c) + row * product.c_stride + column : tile;
     const int64_t c_stride = direct ? product.c_stride : kColumnsPerCall;
     float beta = 0.0f;
@@ -261,19 +243,23 @@ static void column_sums(const Scalar* x, int64_t row_stride, int64_t rows, int64
 
 }  // namespace stoker
 
-// `sgemm` null: the own engine.
-STOKER_API void stoker_product(const stoker::Product* product, stoker::Sgemm sgemm, int threads) {
-  if (product->rows == 0 || product->columns == 0) return;
-  if (sgemm)
-    stoker::openblas_product(*product, sgemm, threads);
-  else
-    stoker::own_product(*product, threads);
+STOKER_API int32_t stoker_product(const stoker_product_call* call) {
+  using namespace stoker;
+  return guarded([&] {
+    if (call->rows == 0 || call->columns == 0) return;
+    if (call->sgemm)
+      openblas_product(*call);
+    else
+      own_product(*call);
+  });
 }
 
-STOKER_API void stoker_column_sums(const void* x, int64_t row_stride, int64_t rows, int64_t columns, float* sums, int dtype,
-                                   int threads) {
+STOKER_API int32_t stoker_column_sums(const void* x, int64_t row_stride, int64_t rows, int64_t columns, float* sums,
+                                      int32_t dtype, int32_t threads) {
   using namespace stoker;
-  for_dtype(dtype, [&](auto* tag) {
-    column_sums(static_cast<const std::remove_pointer_t<decltype(tag)>*>(x), row_stride, rows, columns, sums, threads);
+  return guarded([&] {
+    for_dtype(dtype, [&](auto* tag) {
+      column_sums(static_cast<const std::remove_pointer_t<decltype(tag)>*>(x), row_stride, rows, columns, sums, threads);
+    });
   });
 }

@@ -58,70 +58,73 @@ static int64_t bad_label(const int64_t* labels, int64_t rows, int64_t columns, i
 
 }  // namespace stoker
 
-// loss[rows]; stats[2 * rows]: maximum and log of the sum; totals: sum of the losses and number of rows with a label.
-// *bad is the first row with an impossible label, or -1; nothing else is written then.
-STOKER_API void stoker_cross_entropy_forward(const void* logits, const int64_t* labels, float* loss, float* stats,
-                                             double* totals, int64_t* bad, int64_t rows, int64_t columns,
-                                             int64_t ignore, int dtype, int threads) {
+STOKER_API int32_t stoker_cross_entropy_forward(stoker_cross_entropy_call* call) {
   using namespace stoker;
-  *bad = bad_label(labels, rows, columns, ignore);
-  if (*bad >= 0) return;
-  for_dtype(dtype, [&](auto* tag) {
-    using Scalar = std::remove_pointer_t<decltype(tag)>;
-    const Scalar* from = static_cast<const Scalar*>(logits);
-    parallel_ranges(rows, threads_for(rows * columns, threads), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        if (labels[row] == ignore) {
-          loss[row] = stats[row] = stats[rows + row] = 0.0f;
-          continue;
+  const int64_t rows = call->rows, columns = call->columns, ignore = call->ignore;
+  const int64_t* labels = call->labels;
+  float *loss = call->loss, *stats = call->stats;
+  call->bad_row = bad_label(labels, rows, columns, ignore);
+  if (call->bad_row >= 0) return STOKER_BAD_INDEX;
+  return guarded([&] {
+    for_dtype(call->dtype, [&](auto* tag) {
+      using Scalar = std::remove_pointer_t<decltype(tag)>;
+      const Scalar* from = static_cast<const Scalar*>(call->logits);
+      parallel_ranges(rows, threads_for(rows * columns, call->threads), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          if (labels[row] == ignore) {
+            loss[row] = stats[row] = stats[rows + row] = 0.0f;
+            continue;
+          }
+          const Scalar* values = from + row * columns;
+          const float highest = row_maximum(values, columns);
+          const float log_sum = static_cast<float>(std::log(row_sum(values, columns, highest)));
+          stats[row] = highest;
+          stats[rows + row] = log_sum;
+          loss[row] = log_sum + (highest - load(values[labels[row]]));
         }
-        const Scalar* values = from + row * columns;
-        const float highest = row_maximum(values, columns);
-        const float log_sum = static_cast<float>(std::log(row_sum(values, columns, highest)));
-        stats[row] = highest;
-        stats[rows + row] = log_sum;
-        loss[row] = log_sum + (highest - load(values[labels[row]]));
-      }
+      });
     });
-  });
-  totals[0] = totals[1] = 0.0;
-  for (int64_t row = 0; row < rows; ++row) {
-    if (labels[row] == ignore) continue;
-    totals[0] += loss[row];
-    totals[1] += 1.0;
-  }
-}
-
-// scales[rows]: the gradient of each row's loss.
-STOKER_API void stoker_cross_entropy_backward(const void* logits, const int64_t* labels, const float* stats,
-                                              const float* scales, void* dlogits, int64_t rows, int64_t columns,
-                                              int64_t ignore, int dtype, int threads) {
-  using namespace stoker;
-  for_dtype(dtype, [&](auto* tag) {
-    using Scalar = std::remove_pointer_t<decltype(tag)>;
-    parallel_ranges(rows, threads_for(rows * columns, threads), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        Scalar* to = static_cast<Scalar*>(dlogits) + row * columns;
-        if (labels[row] == ignore) {
-          std::fill(to, to + columns, Scalar{});
-          continue;
-        }
-        row_gradient(static_cast<const Scalar*>(logits) + row * columns, columns, labels[row], stats[row],
-                     stats[rows + row], scales[row], to);
-      }
-    });
+    call->totals[0] = call->totals[1] = 0.0;
+    for (int64_t row = 0; row < rows; ++row) {
+      if (labels[row] == ignore) continue;
+      call->totals[0] += loss[row];
+      call->totals[1] += 1.0;
+    }
   });
 }
 
-// Loss and gradient of one block of rows, all of them with a label. With scales, the gradient replaces the logits.
-STOKER_API void stoker_cross_entropy_block(float* logits, const int64_t* labels, const float* scales, float* loss,
-                                           int64_t rows, int64_t columns, int threads) {
+STOKER_API int32_t stoker_cross_entropy_backward(const stoker_cross_entropy_call* call) {
   using namespace stoker;
-  parallel_tasks(rows, threads_for(rows * columns, threads), [&](int64_t row) {
-    float* values = logits + row * columns;
-    const float highest = row_maximum(values, columns);
-    const float log_sum = static_cast<float>(std::log(row_sum(values, columns, highest)));
-    loss[row] = log_sum + (highest - values[labels[row]]);
-    if (scales) row_gradient(values, columns, labels[row], highest, log_sum, scales[row], values);
+  return guarded([&] {
+    const int64_t rows = call->rows, columns = call->columns;
+    for_dtype(call->dtype, [&](auto* tag) {
+      using Scalar = std::remove_pointer_t<decltype(tag)>;
+      parallel_ranges(rows, threads_for(rows * columns, call->threads), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t label = call->labels[row];
+          Scalar* to = static_cast<Scalar*>(call->dlogits) + row * columns;
+          if (label == call->ignore) {
+            std::fill(to, to + columns, Scalar{});
+            continue;
+          }
+          row_gradient(static_cast<const Scalar*>(call->logits) + row * columns, columns, label, call->stats[row],
+                       call->stats[rows + row], call->scales[row], to);
+        }
+      });
+    });
+  });
+}
+
+STOKER_API int32_t stoker_cross_entropy_block(float* logits, const int64_t* labels, const float* scales, float* loss,
+                                              int64_t rows, int64_t columns, int32_t threads) {
+  using namespace stoker;
+  return guarded([&] {
+    parallel_tasks(rows, threads_for(rows * columns, threads), [&](int64_t row) {
+      float* values = logits + row * columns;
+      const float highest = row_maximum(values, columns);
+      const float log_sum = static_cast<float>(std::log(row_sum(values, columns, highest)));
+      loss[row] = log_sum + (highest - values[labels[row]]);
+      if (scales) row_gradient(values, columns, labels[row], highest, log_sum, scales[row], values);
+    });
   });
 }

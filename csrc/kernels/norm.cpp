@@ -19,6 +19,10 @@ struct Sum {
   Dropout dropout;
   int64_t columns;
 
+  Sum(const stoker_layer_norm_call& call, const float* wide_x_bias)
+      : x(static_cast<const Scalar*>(call.x)), residual(static_cast<const Scalar*>(call.residual)), x_bias(wide_x_bias),
+        has_bias(call.x_bias != nullptr), dropout(call.p, call.key), columns(call.columns) {}
+
   // Calls f(z, factors), z(i) being element i of the sum in row `row`, and factors those of the dropout, or null.
   template <typename F>
   void row(int64_t row, float* room, F&& f) const {
@@ -169,39 +173,38 @@ static void backward(const Sum<Scalar>& sum_of, const Gradients<Scalar>& of, con
 
 }  // namespace stoker
 
-STOKER_API void stoker_norm_forward(const void* x, const void* residual, const void* x_bias, const void* weight,
-                                    const void* bias, void* y, void* z, float* stats, int64_t rows, int64_t columns,
-                                    float p, uint64_t key, float eps, int rms, int dtype, int x_bias_dtype,
-                                    int weight_dtype, int bias_dtype, int threads) {
+STOKER_API int32_t stoker_layer_norm_forward(const stoker_layer_norm_call* call) {
   using namespace stoker;
-  const Buffer<float> wide_x_bias = widen(x_bias, x_bias_dtype, columns), wide_bias = widen(bias, bias_dtype, columns),
-                      wide_weight = widen(weight, weight_dtype, columns);
-  for_dtype(dtype, [&](auto* tag) {
-    using Scalar = std::remove_pointer_t<decltype(tag)>;
-    const Sum<Scalar> sum_of{static_cast<const Scalar*>(x), static_cast<const Scalar*>(residual), wide_x_bias.get(),
-                             x_bias != nullptr, Dropout(p, key), columns};
-    forward(sum_of, wide_weight.get(), wide_bias.get(), static_cast<Scalar*>(y), static_cast<Scalar*>(z), stats, rows, eps,
-            rms != 0, threads);
+  return guarded([&] {
+    const int64_t columns = call->columns;
+    const Buffer<float> x_bias = widen(call->x_bias, call->x_bias_dtype, columns),
+                        weight = widen(call->weight, call->weight_dtype, columns),
+                        bias = widen(call->bias, call->bias_dtype, columns);
+    for_dtype(call->dtype, [&](auto* tag) {
+      using Scalar = std::remove_pointer_t<decltype(tag)>;
+      forward(Sum<Scalar>(*call, x_bias.get()), weight.get(), bias.get(), static_cast<Scalar*>(call->y),
+              static_cast<Scalar*>(call->z), call->stats, call->rows, call->eps, call->rms != 0, call->threads);
+    });
   });
 }
 
-STOKER_API void stoker_norm_backward(const void* dy, const void* dz, const void* x, const void* residual, const void* z,
-                                     const void* x_bias, const void* weight, const float* stats, void* dx,
-                                     void* dresidual, void* dweight, void* dbias, void* dx_bias, int64_t rows,
-                                     int64_t columns, float p, uint64_t key, int rms, int dtype, int x_bias_dtype,
-                                     int weight_dtype, int bias_dtype, int threads) {
+STOKER_API int32_t stoker_layer_norm_backward(const stoker_layer_norm_call* call) {
   using namespace stoker;
-  const Buffer<float> wide_x_bias = widen(x_bias, x_bias_dtype, columns), wide_weight = widen(weight, weight_dtype, columns);
-  const ColumnSums sums(rows, columns, dx_bias ? kKinds : kInputBias);
-  for_dtype(dtype, [&](auto* tag) {
-    using Scalar = std::remove_pointer_t<decltype(tag)>;
-    const Sum<Scalar> sum_of{static_cast<const Scalar*>(x), static_cast<const Scalar*>(residual), wide_x_bias.get(),
-                             x_bias != nullptr, Dropout(p, key), columns};
-    const Gradients<Scalar> of{static_cast<const Scalar*>(dy), static_cast<const Scalar*>(dz),
-                               static_cast<const Scalar*>(z), static_cast<Scalar*>(dx), static_cast<Scalar*>(dresidual)};
-    backward(sum_of, of, wide_weight.get(), stats, sums, dx_bias != nullptr, rows, rms != 0, threads);
+  return guarded([&] {
+    const int64_t columns = call->columns;
+    const Buffer<float> x_bias = widen(call->x_bias, call->x_bias_dtype, columns),
+                        weight = widen(call->weight, call->weight_dtype, columns);
+    const ColumnSums sums(call->rows, columns, call->dx_bias ? kKinds : kInputBias);
+    for_dtype(call->dtype, [&](auto* tag) {
+      using Scalar = std::remove_pointer_t<decltype(tag)>;
+      const Gradients<Scalar> of{static_cast<const Scalar*>(call->dy), static_cast<const Scalar*>(call->dz),
+                                 static_cast<const Scalar*>(call->z), static_cast<Scalar*>(call->dx),
+                                 static_cast<Scalar*>(call->dresidual)};
+      backward(Sum<Scalar>(*call, x_bias.get()), of, weight.get(), call->stats, sums, call->dx_bias != nullptr, call->rows,
+               call->rms != 0, call->threads);
+    });
+    sums.finish(kWeight, call->dweight, call->weight_dtype, call->threads);
+    sums.finish(kBias, call->dbias, call->bias_dtype, call->threads);
+    sums.finish(kInputBias, call->dx_bias, call->x_bias_dtype, call->threads);
   });
-  sums.finish(kWeight, dweight, weight_dtype, threads);
-  sums.finish(kBias, dbias, bias_dtype, threads);
-  sums.finish(kInputBias, dx_bias, x_bias_dtype, threads);
 }

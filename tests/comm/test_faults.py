@@ -78,9 +78,9 @@ def test_a_rank_ten_times_slower_costs_only_time(jobs) -> None:  # type: ignore[
 def test_a_stale_segment_of_a_dead_job_disturbs_nobody(jobs) -> None:  # type: ignore[no-untyped-def]
     """A job killed before all its ranks were there leaves a name; the next job neither meets nor removes it."""
     code = (
-        "import os, signal; from stoker.comm import engine\n"
-        "handle = engine.library().stoker_comm_create(2, 0, 65536, 1)\n"
-        "print(engine.library().stoker_comm_address(handle).decode(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal; from stoker.kernels import native\n"
+        "handle = native.library().stoker_comm_create(2, 0, 65536, 1)\n"
+        "print(native.library().stoker_comm_address(handle).decode(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     stale = Path("/dev/shm" + dead.stdout.split(":")[1])

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from stoker.comm import engine
+from stoker.kernels import native
 
 
 def create(named: int) -> int:
-    handle: int = engine.library().stoker_comm_create(2, 0, 64 << 10, named)
-    assert handle, engine.library().stoker_comm_opening_error()
+    handle: int = native.library().stoker_comm_create(2, 0, 64 << 10, named)
+    assert handle, native.library().stoker_comm_opening_error()
     return handle
 
 
 def test_names_are_unguessable_and_private_to_the_user() -> None:
-    lib = engine.library()
+    lib = native.library()
     handles = [create(1), create(1)]
     try:
         addresses = [lib.stoker_comm_address(handle).decode() for handle in handles]
@@ -43,7 +43,7 @@ def test_names_are_unguessable_and_private_to_the_user() -> None:
 
 
 def test_a_stranger_s_segment_is_refused() -> None:
-    lib = engine.library()
+    lib = native.library()
     handle = create(0)
     try:
         kind, pid, descriptor, nonce = lib.stoker_comm_address(handle).decode().split(":")
@@ -58,7 +58,7 @@ def test_a_stranger_s_segment_is_refused() -> None:
 
 
 def test_a_rank_attaches_once() -> None:
-    lib = engine.library()
+    lib = native.library()
     handle = create(0)
     try:
         assert not lib.stoker_comm_attach(lib.stoker_comm_address(handle), 0)
@@ -68,7 +68,7 @@ def test_a_rank_attaches_once() -> None:
 
 
 def test_a_rank_that_died_before_anybody_slept_is_named() -> None:
-    lib = engine.library()
+    lib = native.library()
     handle = create(0)
     numbers = (ctypes.c_int64 * 2)(1, 2)
     child = os.fork()
@@ -88,7 +88,7 @@ def test_a_rank_that_died_before_anybody_slept_is_named() -> None:
 
 def test_a_rank_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
     """/proc cannot be read when a process has all the files open that it may."""
-    lib = engine.library()
+    lib = native.library()
     handle = create(0)
     other = lib.stoker_comm_attach(lib.stoker_comm_address(handle), 1)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -105,7 +105,7 @@ def test_a_rank_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
 
 
 def test_a_forked_child_does_not_leave_for_its_parent() -> None:
-    lib = engine.library()
+    lib = native.library()
     handle = create(0)
     other = lib.stoker_comm_attach(lib.stoker_comm_address(handle), 1)
     child = os.fork()
@@ -124,7 +124,7 @@ def test_a_forked_child_does_not_leave_for_its_parent() -> None:
 
 def test_counters_keep_up_also_where_a_rank_only_listens() -> None:
     """They are compared modulo 2^32: one that stood still for 2^31 pieces would seem to be ahead."""
-    lib = engine.library()
+    lib = native.library()
     handle = create(0)
     _, pid, descriptor, _ = lib.stoker_comm_address(handle).decode().split(":")
     other = lib.stoker_comm_attach(lib.stoker_comm_address(handle), 1)
@@ -151,7 +151,7 @@ def test_counters_keep_up_also_where_a_rank_only_listens() -> None:
 @pytest.fixture
 def alone() -> Iterator[int]:
     """A group of one rank."""
-    lib = engine.library()
+    lib = native.library()
     handle: int = lib.stoker_comm_create(1, 0, 64 << 10, 0)
     yield handle
     lib.stoker_comm_destroy(handle)
@@ -162,14 +162,14 @@ NUMBERS = (ctypes.c_int64 * 2)(1, 2)
 
 @pytest.mark.parametrize("root", [1, -1])
 def test_a_root_that_is_no_rank_is_refused(alone: int, root: int) -> None:
-    assert engine.library().stoker_comm_broadcast(alone, NUMBERS, 16, root)
-    assert f"there is no rank {root} to be the root".encode() in engine.library().stoker_comm_error(alone)
+    assert native.library().stoker_comm_broadcast(alone, NUMBERS, 16, root)
+    assert f"there is no rank {root} to be the root".encode() in native.library().stoker_comm_error(alone)
 
 
 def test_reductions_without_meaning_are_refused(alone: int) -> None:
-    int64, mean = engine.DTYPES[engine.torch.int64], engine.OPS["AVG"]
-    assert engine.library().stoker_comm_allreduce(alone, NUMBERS, 2, int64, mean, -1)
-    assert b"avg of int64 is not defined" in engine.library().stoker_comm_error(alone)
+    int64, mean = native.constants("stoker_dtype")["INT64"], native.constants("stoker_reduction")["AVG"]
+    assert native.library().stoker_comm_allreduce(alone, NUMBERS, 2, int64, mean, -1)
+    assert b"avg of int64 is not defined" in native.library().stoker_comm_error(alone)
 
 
 @pytest.mark.root

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stoker.comm import backend, compiled, engine
+from stoker.comm import backend, compiled
 from stoker.comm.registration import register
+from stoker.kernels import native
 from stoker.machine import cache_directory
 
 _PR_SET_DUMPABLE = 4  # linux/prctl.h: else a process that has changed its user is closed to that user's others
@@ -58,7 +59,7 @@ def why_not_compiled(folder: str) -> str:
 uid, home, number, rank, port, forbidden = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]), sys.argv[6]
 register()
 torch.set_num_threads(1)
-engine.library()
+native.library()
 assert backend.create is not None  # imported by now: after this, Python's own modules may be out of reach
 become(uid)
 os.environ.update(HOME=home)

@@ -24,9 +24,9 @@ __all__ = ["CASES", "LEFT_OUT", "Case"]
 
 Results = dict[str, np.ndarray]
 THREADS = 2
-FP32, BF16 = 0, 1
+FP32, BF16 = 0, 2  # stoker_dtype in csrc/stoker.h
 DTYPES = {"fp32": FP32, "bf16": BF16}
-STORAGE = (np.float32, np.uint16)
+STORAGE = {FP32: np.float32, BF16: np.uint16}
 KEY = 0x9E3779B97F4A7C15
 
 LEFT_OUT = {"stoker_clock": "measures the clock: its result is a time, and it reads no memory of the caller"}
@@ -97,7 +97,8 @@ def _either(name: str, run: Callable[..., Results], exact: bool = False, **optio
 def about(native: Native, chance: Chance) -> Results:
     assert native.call("count_threads", threads=THREADS) == THREADS
     assert native.call("isa").decode() in {"baseline", "avx2", "avx512"}
-    return {"numbers": np.array([native.call(name) for name in ("abi", "comm_abi", "attention_key_chunk")])}
+    assert native.call("header_hash").decode() == native.header.digest
+    return {"key chunk": np.array([native.call("attention_key_chunk")])}
 
 
 # --- dropout, norms, activations ----------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def norm(
         "weight_dtype": FP32, "bias_dtype": dtype, "threads": THREADS,
     }  # fmt: skip
     y = native.empty(x.shape, x.dtype)
-    native.call("norm_forward", bias=bias, y=y, eps=1e-5, **shared)
+    native.call("layer_norm_forward", bias=bias, y=y, eps=1e-5, **shared)
     results = {"y": y, "stats": shared["stats"], "dresidual": native.empty(x.shape, x.dtype)}
     results["dweight"] = native.empty(columns, np.float32)
     if not rms:
@@ -142,7 +143,7 @@ def norm(
         results["z"] = shared["z"]
         shared["dz"] = chance.floats(rows, columns, dtype=dtype)
     gradients = {name: value for name, value in results.items() if name.startswith("d")}
-    native.call("norm_backward", dy=dy, **gradients, **shared)
+    native.call("layer_norm_backward", dy=dy, **gradients, **shared)
     return results
 
 
@@ -160,12 +161,12 @@ def activation(
         "dtype": dtype, "bias_dtype": FP32, "threads": THREADS,
     }  # fmt: skip
     native.call("activation_forward", y=y, **shared)
-    results = {"y": y, "dx": dboth, "dbias": native.empty(columns, np.float32)}
+    results = {"y": y, "dx": dboth, "dx_bias": native.empty(columns, np.float32)}
     if gated:
         results["dup_bias"] = native.empty(columns, np.float32)
     native.call(
         "activation_backward", dy=dy, dx=dboth, dx_stride=stride, dup=dboth[:, columns:] if gated else None, dup_stride=stride,
-        dbias=results["dbias"], dup_bias=results.get("dup_bias"), **shared,
+        dx_bias=results["dx_bias"], dup_bias=results.get("dup_bias"), **shared,
     )  # fmt: skip
     return results
 
@@ -175,12 +176,11 @@ def activation(
 
 def embedding_lookup(native: Native, chance: Chance, dtype: int, tokens: int, rows: int, columns: int) -> Results:
     table, ids = chance.floats(rows, columns, dtype=dtype), chance.ids(tokens, rows)
-    y, bad = native.empty((tokens, columns), table.dtype), native.empty(2, np.int64)
+    y = native.empty((tokens, columns), table.dtype)
     native.call(
-        "embedding_lookup", ids=ids, table=table, y=y, bad=bad, tokens=tokens, rows=rows, columns=columns,
-        bytes=table.itemsize, threads=THREADS,
+        "embedding_lookup", ids=ids, table=table, y=y, tokens=tokens, rows=rows, columns=columns, table_dtype=dtype,
+        threads=THREADS,
     )  # fmt: skip
-    assert bad[0] == -1
     return {"y": y}
 
 
@@ -188,7 +188,7 @@ def embedding_scatter(native: Native, chance: Chance, dtype: int, tokens: int, r
     dz, ids = chance.floats(tokens, columns, dtype=dtype), chance.ids(tokens, rows)
     grad = native.empty((rows, columns), STORAGE[dtype])
     native.call(
-        "embedding_scatter", dz=dz, ids=ids, grad=grad, tokens=tokens, rows=rows, columns=columns, skip=1, dtype=dtype,
+        "embedding_scatter", dy=dz, ids=ids, dtable=grad, tokens=tokens, rows=rows, columns=columns, skip=1, dtype=dtype,
         table_dtype=dtype, threads=THREADS,
     )  # fmt: skip
     return {"grad": grad}
@@ -196,16 +196,14 @@ def embedding_scatter(native: Native, chance: Chance, dtype: int, tokens: int, r
 
 def embedding_norm(native: Native, chance: Chance, dtype: int, tokens: int, columns: int, p: float) -> Results:
     sizes = (11, 7, 2)
-    shared: dict[str, Any] = {f"ids{k}": chance.ids(tokens, size) for k, size in enumerate(sizes)}
-    shared |= {f"table{k}": chance.floats(size, columns, dtype=dtype) for k, size in enumerate(sizes)}
-    shared |= {
+    shared: dict[str, Any] = {
+        "ids": tuple(chance.ids(tokens, size) for size in sizes),
+        "tables": tuple(chance.floats(size, columns, dtype=dtype) for size in sizes),
         "weight": chance.floats(columns), "stats": native.empty(2 * tokens, np.float32), "tokens": tokens, "columns": columns,
         "p": p, "key": KEY, "table_dtype": dtype, "dtype": dtype, "weight_dtype": FP32, "bias_dtype": FP32, "threads": THREADS,
     }  # fmt: skip
-    y, bad = native.empty((tokens, columns), STORAGE[dtype]), native.empty(2, np.int64)
-    rows = native.place(np.array(sizes, np.int64))
-    native.call("embedding_norm_forward", sizes=rows, bias=chance.floats(columns), y=y, bad=bad, eps=1e-5, **shared)
-    assert bad[0] == -1
+    y = native.empty((tokens, columns), STORAGE[dtype])
+    native.call("embedding_norm_forward", table_rows=sizes, bias=chance.floats(columns), y=y, eps=1e-5, **shared)
     gradients = {"dz": native.empty((tokens, columns), np.float32), "dweight": native.empty(columns, np.float32)}
     gradients["dbias"] = native.empty(columns, np.float32)
     native.call("embedding_norm_backward", dy=chance.floats(tokens, columns, dtype=dtype), **gradients, **shared)
@@ -218,9 +216,7 @@ def cross_entropy(native: Native, chance: Chance, dtype: int, rows: int, columns
     size = {"labels": labels, "rows": rows, "columns": columns, "threads": THREADS}
     results = {"loss": native.empty(rows, np.float32), "stats": native.empty(2 * rows, np.float32)}
     results["totals"] = native.empty(2, np.float64)
-    bad = native.empty(1, np.int64)
-    native.call("cross_entropy_forward", logits=logits, bad=bad, ignore=-100, dtype=dtype, **results, **size)
-    assert bad[0] == -1
+    native.call("cross_entropy_forward", logits=logits, ignore=-100, dtype=dtype, **results, **size)
     results["dlogits"] = native.empty(logits.shape, logits.dtype)
     native.call(
         "cross_entropy_backward", logits=logits, stats=results["stats"], scales=chance.floats(rows), dlogits=results["dlogits"],
@@ -277,15 +273,15 @@ def attention(
         "dbias": None if bias is None else native.place(np.zeros((2, *bias.shape), np.float32)),
         "dq_parts": native.empty((-(-longest // native.call("attention_key_chunk")), *out.shape), np.float32),
     }
-    call = native.struct(
-        "AttentionCall", q=qkv, k=qkv[:, k:], v=qkv[:, v:], out=out, lse=lse, dout=chance.floats(*out.shape, dtype=dtype),
+    call: dict[str, Any] = dict(
+        q=qkv, k=qkv[:, k:], v=qkv[:, v:], out=out, lse=lse, dout=chance.floats(*out.shape, dtype=dtype),
         dq=dqkv, dk=dqkv[:, k:], dv=dqkv[:, v:], bias=bias, starts=starts, sequences=len(lengths), heads=heads,
         kv_heads=kv_heads, head_size=size, bias_length=longest, bias_groups=2, q_token=width, q_head=size, k_token=width,
         k_head=size, v_token=width, v_head=size, left=window[0], right=window[1], key=KEY, scale=size**-0.5, p=p, dtype=dtype,
         threads=THREADS, **alive,
     )  # fmt: skip
-    native.call("attention_forward", struct=call)
-    native.call("attention_backward", struct=call)
+    native.call("attention_forward", **call)
+    native.call("attention_backward", **call)
     results = {"out": out, "lse": lse, "dqkv": dqkv}
     return results if bias is None else {**results, "dbias": alive["dbias"]}
 
@@ -338,13 +334,11 @@ def product(
     operands = type(left[0]) * len(depths)
     a, b = operands(*left), operands(*right)
     c = native.empty((rows, columns), STORAGE[dtype])
-    call = native.struct(
-        "Product", a=a, b=b, depths=native.place(np.array(depths, np.int64)), terms=len(depths), rows=rows, columns=columns,
-        c=c, c_stride=columns, bias=draw(columns) if with_bias else None, c_dtype=dtype, bias_dtype=FP32,
-    )  # fmt: skip
     native.call(
-        "product", struct=call, sgemm=ctypes.cast(_sgemm, ctypes.c_void_p).value if blas else None, threads=THREADS
-    )
+        "product", a=a, b=b, depths=native.place(np.array(depths, np.int64)), terms=len(depths), rows=rows, columns=columns,
+        c=c, c_stride=columns, bias=draw(columns) if with_bias else None, c_dtype=dtype, bias_dtype=FP32,
+        sgemm=ctypes.cast(_sgemm, ctypes.c_void_p).value if blas else None, threads=THREADS,
+    )  # fmt: skip
     del kept
     return {"c": c}
 
@@ -352,7 +346,7 @@ def product(
 def _operand(native: Native, array: np.ndarray, by_rows: bool, dtype: int) -> Any:
     stride = array.shape[1]
     return native.struct(
-        "Operand", data=array, row_stride=stride if by_rows else 1, column_stride=1 if by_rows else stride, dtype=dtype
+        "operand", data=array, row_stride=stride if by_rows else 1, column_stride=1 if by_rows else stride, dtype=dtype
     )
 
 
@@ -374,20 +368,20 @@ def _many(native: Native, chance: Chance) -> tuple[list[np.ndarray], dict[str, A
 def gradient_norm(native: Native, chance: Chance) -> Results:
     _tensors, arguments = _many(native, chance)
     total = native.empty(1, np.float64)
-    native.call("norm", norm=total, **arguments)
+    native.call("gradient_norm", norm=total, **arguments)
     return {"norm": total}
 
 
 def gradient_scale(native: Native, chance: Chance) -> Results:
     tensors, arguments = _many(native, chance)
-    native.call("scale", factor=0.37, **arguments)
+    native.call("scale_gradients", factor=0.37, **arguments)
     return {"scaled": np.concatenate(tensors)}
 
 
 # --- collectives: the ranks are threads of this process -----------------------------------------------------------------
 
 REDUCIBLE = ("float32", "float64", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "int64", "bool")
-"""csrc/comm/reduce.h, enum Type."""
+"""In the order of stoker_dtype in csrc/stoker.h."""
 OPS = 8
 SUM, AVG, FIRST_BIT_OP, FIRST_INTEGER = 0, 1, 5, 4
 
@@ -469,7 +463,7 @@ def reductions(native: Native, chance: Chance, ranks: int, count: int) -> Result
             before = data.copy()
             for op in ops:
                 data[...] = before
-                code = native.call("comm_allreduce", group=handle, data=data, count=count, type=kind, op=op, root=-1)
+                code = native.call("comm_allreduce", group=handle, data=data, count=count, dtype=kind, op=op, root=-1)
                 assert code == 0, native.call("comm_error", group=handle)
                 reduced[rank][f"{REDUCIBLE[kind]} op {op}"] = data.copy()
 
@@ -489,7 +483,7 @@ def half_way(native: Native, chance: Chance, count: int) -> Results:
 
     def body(rank: int, handle: int) -> None:
         kind = REDUCIBLE.index("float16")
-        code = native.call("comm_allreduce", group=handle, data=data[rank], count=count, type=kind, op=SUM, root=-1)
+        code = native.call("comm_allreduce", group=handle, data=data[rank], count=count, dtype=kind, op=SUM, root=-1)
         assert code == 0, native.call("comm_error", group=handle)
 
     _on_every_rank(native, 2, body)
@@ -530,7 +524,7 @@ def exchanges(native: Native, chance: Chance, ranks: int, count: int) -> Results
         calls: list[tuple[str, dict[str, Any]]] = [
             (
                 "reduce_scatter",
-                {"sources": tables["floats"][rank], "to": sums[rank], "counts": counts, "type": 0, "op": 0},
+                {"sources": tables["floats"][rank], "to": sums[rank], "counts": counts, "dtype": 0, "op": 0},
             ),
             ("allgather", {"source": sources[rank][0], "to": tables["gathered"][rank], "bytes": counts}),
             ("broadcast", {"data": shared[rank], "bytes": count, "root": 1}),

@@ -186,11 +186,11 @@ def unpack_kernel(package: Path, target: Path) -> None:
 
 
 def python_environment() -> dict[str, str]:
-    """No site packages but numpy: the emulated machine has nothing else."""
+    """No site packages but numpy, and Stoker's sources for the parser of its header: the emulated machine has nothing else."""
     import numpy
 
     return {
-        "PYTHONPATH": str(Path(numpy.__file__).parent.parent),
+        "PYTHONPATH": os.pathsep.join((str(HERE.parent.parent / "src"), str(Path(numpy.__file__).parent.parent))),
         "PYTHONUTF8": "1",
         "OMP_WAIT_POLICY": "passive",
         "OPENBLAS_NUM_THREADS": "1",
@@ -266,7 +266,7 @@ def guest_files(python: Path, libraries: Path, builds: Iterable[str]) -> dict[st
             files[line] = path
     files |= {f"/kernels/{name}": HERE / name for name in SCRIPTS}
     files |= {f"/kernels/libstoker-{level}.so": libraries / f"libstoker-{level}.so" for level in builds}
-    return {**files, "/kernels/sums.json": SUMS}
+    return {**files, "/kernels/stoker.h": libraries / "stoker.h", "/kernels/sums.json": SUMS}
 
 
 def links_to(path: Path) -> list[Path]:

@@ -87,8 +87,8 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from stoker.model import clip
 
     calls: list[int] = []
-    norm = clip._norm
-    monkeypatch.setattr(clip, "_norm", lambda tensors: (calls.append(len(tensors)), norm(tensors))[1])
+    norm = clip.gradient_norm
+    monkeypatch.setattr(clip, "gradient_norm", lambda tensors: (calls.append(len(tensors)), norm(tensors))[1])
     return calls
 
 

@@ -43,7 +43,7 @@ def _library() -> str:
     library.stoker_isa.restype = ctypes.c_char_p
     built_for = library.stoker_isa().decode()
     _require(built_for == native.level(), f"the {native.level()} library says it was built for {built_for}")
-    return f"{built_for} build, interface {native.ABI} ({library._name})"
+    return f"{built_for} build, interface {native.header().digest[:8]} ({library._name})"
 
 
 def _one_pool() -> str:

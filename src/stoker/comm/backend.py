@@ -62,10 +62,10 @@ def open_channel(paths: Paths, source: int, target: int, tag: int, wanted: Calla
 
 
 def _bind_wire(module: Any, lib: ctypes.CDLL) -> None:
-    from stoker.comm.oneccl import FUNCTIONS
+    from stoker.comm.compiled import addresses
+    from stoker.comm.oneccl import header
 
-    addresses = {name: ctypes.cast(getattr(lib, f"stoker_oneccl_{name}"), ctypes.c_void_p).value for name in FUNCTIONS}
-    module.bind_wire(addresses)
+    module.bind_wire(addresses(lib, header()))
 
 
 def _compiled(must: bool) -> Any:

@@ -26,19 +26,16 @@ from typing import Any
 
 import torch
 
-from stoker.comm.engine import library
+from stoker.kernels import native
+from stoker.kernels.header import Header
 from stoker.machine import cache_directory
 
-__all__ = ["SOURCES", "CompiledUnavailable", "build", "compile_once", "load"]
+__all__ = ["SOURCES", "CompiledUnavailable", "addresses", "build", "compile_once", "load"]
 
 SOURCES = Path(__file__).parent / "torch_backend"
-_OWN = ("backend.cpp", "between_hosts.h", "engine.h", "lane.h", "named.h", "tensors.h")
+_OWN = ("backend.cpp", "between_hosts.h", "engine.h", "lane.h", "named.h", "oneccl.h", "tensors.h")
 _NAME = "stoker_ccl"
 _FAILURE_HOLDS = 3600.0  # seconds; what was full or missing may be mended by then
-_FUNCTIONS = (
-    "error", "timeout", "abort", "destroy", "waited", "allreduce", "reduce_scatter", "allgather", "broadcast", "gather",
-    "scatter", "alltoall", "barrier",
-)  # fmt: skip
 
 
 class CompiledUnavailable(RuntimeError):
@@ -50,6 +47,7 @@ def _key() -> str:
         torch.__version__,
         sys.implementation.cache_tag,
         *((SOURCES / name).read_text() for name in _OWN),
+        native.header().digest,
         str(torch.compiled_with_cxx11_abi()),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -61,6 +59,7 @@ def _command(compiler: str, target: Path) -> list[str]:
         root / "include",
         root / "include" / "torch" / "csrc" / "api" / "include",
         sysconfig.get_paths()["include"],
+        native.header().path.parent,
     ]
     return [
         compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w",
@@ -169,7 +168,10 @@ def load() -> Any:
         with contextlib.suppress(OSError):  # another user's cache is for that user to clear
             path.unlink()  # it was made by a torch that called itself the same: make it anew next time
         raise CompiledUnavailable(f"{path.name} does not load: {error}") from error
-    lib = library()
-    table = {name: ctypes.cast(getattr(lib, f"stoker_comm_{name}"), ctypes.c_void_p).value for name in _FUNCTIONS}
-    module.bind_engine(table)
+    module.bind_engine(addresses(native.library(), native.header()))
     return module
+
+
+def addresses(library: ctypes.CDLL, header: Header) -> dict[str, int | None]:
+    """Where the functions that `header` declares lie in memory, for a backend that calls them without being linked to them."""
+    return {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in header.functions}

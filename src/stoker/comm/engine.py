@@ -1,13 +1,12 @@
-"""The shared-memory engine from Python: a group of ranks on one host, and the C functions of its collectives.
+"""The shared-memory engine from Python: a group of ranks on one host.
 
-The ranks find each other through a c10d store; after that no byte leaves the segment. Arguments are addresses and sizes,
-tensors are the business of the callers.
+Its C functions, stoker_comm_*, are declared in csrc/stoker.h. The ranks find each other through a c10d store; after that no
+byte leaves the segment. Arguments are addresses and sizes, tensors are the business of the callers.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import threading
 import time
@@ -15,33 +14,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from stoker.kernels import native
 
-__all__ = [
-    "DTYPES", "OPS", "CollectiveError", "SharedMemory", "SharedMemoryUnavailable", "chosen_memory", "library", "slot_bytes",
-]  # fmt: skip
-
-ABI = 1  # stoker_comm_abi() of the library these bindings were written for
-
-DTYPES: dict[torch.dtype, int] = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-    torch.int8: 4,
-    torch.uint8: 5,
-    torch.int16: 6,
-    torch.int32: 7,
-    torch.int64: 8,
-    torch.bool: 9,
-}
-"""csrc/comm/reduce.h, enum Type."""
-
-OPS: dict[str, int] = {"SUM": 0, "AVG": 1, "PRODUCT": 2, "MIN": 3, "MAX": 4, "BAND": 5, "BOR": 6, "BXOR": 7}
-"""csrc/comm/reduce.h, enum Op, by the names of torch.distributed.ReduceOp."""
+__all__ = ["CollectiveError", "SharedMemory", "SharedMemoryUnavailable", "chosen_memory", "slot_bytes"]
 
 
 class CollectiveError(RuntimeError):
@@ -50,47 +27,6 @@ class CollectiveError(RuntimeError):
 
 class SharedMemoryUnavailable(RuntimeError):
     """The ranks of this host cannot share memory; the message says why."""
-
-
-_SIGNATURES: dict[str, tuple[Any, str]] = {
-    "create": (ctypes.c_void_p, "iili"),
-    "attach": (ctypes.c_void_p, "si"),
-    "opening_error": (ctypes.c_char_p, ""),
-    "address": (ctypes.c_char_p, "p"),
-    "complete": (ctypes.c_int, "p"),
-    "seal": (None, "p"),
-    "destroy": (None, "p"),
-    "abort": (None, "ps"),
-    "error": (ctypes.c_char_p, "p"),
-    "timeout": (None, "pd"),
-    "names": (None, "pp"),
-    "waited": (ctypes.c_double, "pp"),
-    "allreduce": (ctypes.c_int, "ppliii"),
-    "reduce_scatter": (ctypes.c_int, "ppppii"),
-    "allgather": (ctypes.c_int, "pppp"),
-    "broadcast": (ctypes.c_int, "ppli"),
-    "gather": (ctypes.c_int, "pppli"),
-    "scatter": (ctypes.c_int, "pppli"),
-    "alltoall": (ctypes.c_int, "ppppp"),
-    "barrier": (ctypes.c_int, "p"),
-}
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "d": ctypes.c_double, "s": ctypes.c_char_p}
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The native library with the engine's functions declared."""
-    lib = native.library()
-    found = lib.stoker_comm_abi()
-    if found != ABI:
-        raise native.NativeLibraryError(
-            f"{lib._name} has comm interface {found}, this Stoker needs {ABI}; reinstall Stoker"
-        )
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(lib, f"stoker_comm_{name}")
-        function.restype = result
-        function.argtypes = [_TYPES[code] for code in arguments]
-    return lib
 
 
 def slot_bytes(ranks: int) -> int:
@@ -133,30 +69,30 @@ class SharedMemory:
             except SharedMemoryUnavailable as error:
                 reasons.append(str(error))
                 continue
-            library().stoker_comm_names(group.handle, (ctypes.c_int64 * ranks)(*names))
-            library().stoker_comm_timeout(group.handle, timeout.total_seconds())
+            native.library().stoker_comm_names(group.handle, (ctypes.c_int64 * ranks)(*names))
+            native.library().stoker_comm_timeout(group.handle, timeout.total_seconds())
             return group
         raise SharedMemoryUnavailable("; ".join(reasons))
 
     def call(self, name: str, *arguments: Any) -> None:
         """Runs the collective `name` and raises CollectiveError with the engine's own words if it fails."""
-        if getattr(library(), f"stoker_comm_{name}")(self.handle, *arguments):
-            raise CollectiveError(f"ccl: {library().stoker_comm_error(self.handle).decode(errors='replace')}")
+        if getattr(native.library(), f"stoker_comm_{name}")(self.handle, *arguments):
+            raise CollectiveError(f"ccl: {native.library().stoker_comm_error(self.handle).decode(errors='replace')}")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        library().stoker_comm_timeout(self.handle, timeout.total_seconds())
+        native.library().stoker_comm_timeout(self.handle, timeout.total_seconds())
 
     def waited(self) -> list[float]:
         """Seconds this rank has waited so far, by the rank it waited for."""
         seconds = (ctypes.c_double * self.ranks)()
-        library().stoker_comm_waited(self.handle, seconds)
+        native.library().stoker_comm_waited(self.handle, seconds)
         return list(seconds)
 
     def abort(self, why: str) -> None:
         """Lets every rank that waits in this group raise, soon."""
         with self._ending:
             if self.handle:
-                library().stoker_comm_abort(self.handle, why.encode())
+                native.library().stoker_comm_abort(self.handle, why.encode())
 
     def release(self) -> int:
         """Hands the group over to C++, which destroys it when done."""
@@ -167,7 +103,7 @@ class SharedMemory:
         with self._ending:
             handle, self.handle = self.handle, 0
             if handle:
-                library().stoker_comm_destroy(handle)
+                native.library().stoker_comm_destroy(handle)
 
 
 def chosen_memory() -> str:
@@ -194,7 +130,7 @@ def _read(store: Any, key: str, whose: int, wanted: Callable[[], bool]) -> bytes
 def _meet(
     store: Any, rank: int, names: Sequence[int], named: bool, piece: int, wanted: Callable[[], bool]
 ) -> SharedMemory:
-    lib, ranks = library(), len(names)
+    lib, ranks = native.library(), len(names)
     handle, trouble = None, ""
     if rank == 0:
         handle = lib.stoker_comm_create(ranks, 0, piece, int(named))
@@ -227,7 +163,7 @@ def _verdict(
     if rank == 0 and handle:
         found = [_read(store, f"attached/{other}", names[other], wanted).decode() for other in range(1, len(names))]
         trouble = next((text for text in found if text != "ok"), "")
-        library().stoker_comm_seal(handle)  # attached or not: from here on nobody needs the name
+        native.library().stoker_comm_seal(handle)  # attached or not: from here on nobody needs the name
         store.set("verdict", trouble or "ok")
     elif rank != 0:
         verdict = _read(store, "verdict", names[0], wanted).decode()

@@ -22,11 +22,11 @@ from typing import Any
 import torch.distributed as dist
 
 from stoker.comm.compiled import SOURCES, CompiledUnavailable, compile_once
+from stoker.kernels import native
+from stoker.kernels.header import Header, read
 
-__all__ = ["FUNCTIONS", "Installation", "OneCCLUnavailable", "find", "join", "library", "settings"]
+__all__ = ["Installation", "OneCCLUnavailable", "find", "header", "join", "library", "settings"]
 
-FUNCTIONS = ("error", "reduces", "allreduce", "wait", "leave")
-"""What the compiled backend calls by address."""
 _JOINING = timedelta(seconds=60)
 """oneCCL may wait for ever for a host it cannot reach; then gloo serves."""
 
@@ -107,25 +107,19 @@ def library(address: str | None) -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
     except (CompiledUnavailable, OSError) as error:
         raise OneCCLUnavailable(f"oneCCL cannot be loaded: {error}") from error
-    pointer, number = ctypes.c_void_p, ctypes.c_int
-    for name, result, arguments in (
-        ("error", ctypes.c_char_p, []),
-        ("address_bytes", ctypes.c_int64, []),
-        ("announce", number, [ctypes.c_char_p, ctypes.c_double]),
-        ("join", pointer, [number, number, ctypes.c_char_p, ctypes.c_double]),
-        ("reduces", number, [number, number]),
-        ("allreduce", pointer, [pointer, pointer, ctypes.c_int64, number, number]),
-        ("wait", number, [pointer, ctypes.c_double]),
-        ("leave", None, [pointer, ctypes.c_double]),
-    ):
-        function = getattr(lib, f"stoker_oneccl_{name}")
-        function.restype, function.argtypes = result, arguments
-    return lib
+    return header().bind(lib)
+
+
+@functools.cache
+def header() -> Header:
+    """What torch_backend/oneccl.h declares."""
+    return read(SOURCES / "oneccl.h")
 
 
 def _key(installed: Installation) -> str:
     stat = installed.library.stat()
-    parts = ((SOURCES / "oneccl.cpp").read_text(), str(installed.library), str(stat.st_size), str(stat.st_mtime_ns))
+    sources = ((SOURCES / "oneccl.cpp").read_text(), header().digest, native.header().digest)
+    parts = (*sources, str(installed.library), str(stat.st_size), str(stat.st_mtime_ns))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -133,7 +127,8 @@ def _command(installed: Installation, compiler: str, target: Path) -> list[str]:
     where = installed.library.parent
     return [
         compiler, "-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-w", f"-I{installed.headers}",
-        str(SOURCES / "oneccl.cpp"), "-o", str(target), str(installed.library), f"-Wl,-rpath,{where}", "-pthread",
+        f"-I{native.header().path.parent}", str(SOURCES / "oneccl.cpp"), "-o", str(target), str(installed.library),
+        f"-Wl,-rpath,{where}", "-pthread",
     ]  # fmt: skip
 
 

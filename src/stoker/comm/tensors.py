@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.comm.engine import DTYPES, OPS
+from stoker.kernels import native
 
 __all__ = ["Dense", "copy_to", "numbers", "op_code", "op_name", "parts", "pointers", "sizes", "type_code"]
 
@@ -52,10 +52,11 @@ def numbers(flat: Tensor, op: str) -> Tensor:
 
 
 def type_code(tensor: Tensor) -> int:
-    if tensor.dtype not in DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    codes = native.dtypes()
+    if tensor.dtype not in codes:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in codes)
         raise ValueError(f"ccl cannot reduce {tensor.dtype}; it can reduce {known}")
-    return DTYPES[tensor.dtype]
+    return codes[tensor.dtype]
 
 
 def op_name(op: Any) -> str:
@@ -63,9 +64,10 @@ def op_name(op: Any) -> str:
 
 
 def op_code(name: str) -> int:
-    if name not in OPS:
-        raise ValueError(f"ccl does not know the reduction {name}; it knows {', '.join(OPS)}")
-    return OPS[name]
+    codes = native.constants("stoker_reduction")
+    if name not in codes:
+        raise ValueError(f"ccl does not know the reduction {name}; it knows {', '.join(codes)}")
+    return codes[name]
 
 
 def pointers(addresses: Any) -> Any:

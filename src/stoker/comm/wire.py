@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stoker.comm.engine import DTYPES, OPS
 from stoker.comm.hosts import exchange
+from stoker.comm.tensors import op_code, type_code
 from stoker.machine import cache_directory
 
 __all__ = ["LONGEST_FAREWELL", "SMALL", "OneCCL", "open_oneccl"]
@@ -45,12 +45,12 @@ class OneCCL:
     def carries(self, tensor: torch.Tensor, op: str) -> bool:
         half = tensor.dtype in (torch.bfloat16, torch.float16)
         large = tensor.numel() * tensor.element_size() > SMALL
-        return self.takes[2 * half + large] and bool(self.lib.stoker_oneccl_reduces(DTYPES[tensor.dtype], OPS[op]))
+        return self.takes[2 * half + large] and bool(self.lib.stoker_oneccl_reduces(type_code(tensor), op_code(op)))
 
     def start(self, tensor: torch.Tensor, op: str) -> int:
         """In place and at once; `wait` ends it."""
         request: int = self.lib.stoker_oneccl_allreduce(
-            self.handle, tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype], OPS[op]
+            self.handle, tensor.data_ptr(), tensor.numel(), type_code(tensor), op_code(op)
         )
         return request
 

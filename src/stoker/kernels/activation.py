@@ -20,7 +20,7 @@ from stoker.kernels.registry import check_device, check_tensor, define, split_ro
 
 __all__ = ["KINDS", "bias_activation", "gated", "gated_activation"]
 
-KINDS = ("gelu", "gelu_tanh", "relu", "silu")  # in the order of csrc/activation.cpp
+KINDS = ("gelu", "gelu_tanh", "relu", "silu")  # the names of stoker_activation in csrc/stoker.h
 ORDERS = ("gate_first", "up_first")
 
 
@@ -56,6 +56,17 @@ def _kind(operator: str, kind: str) -> int:
     return KINDS.index(kind)
 
 
+def _call(name: str, kind: int, dtype: torch.dtype, bias: Tensor | None = None, **fields: Any) -> None:
+    call = native.struct("stoker_activation_call")(
+        kind=native.constants("stoker_activation")[KINDS[kind].upper()],
+        dtype=native.dtype_code(dtype),
+        bias_dtype=native.parameter(bias),
+        threads=native.threads(),
+        **fields,
+    )
+    native.call(name, call)
+
+
 def _strided_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """The tensor and the distance of its rows; a copy only where the rows are not evenly spaced."""
     if tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1]:
@@ -84,40 +95,19 @@ def _plain_kernel(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
     y = _plain_fake(x, bias, kind)
     rows, columns = split_rows(x)
     x, stride = _strided_rows(x)
-    _call_forward(x.data_ptr(), stride, None, 0, native.pointer(bias), None, y, rows, columns, kind, False, bias)
-    return y
-
-
-def _call_forward(
-    x: int | None,
-    x_stride: int,
-    up: int | None,
-    up_stride: int,
-    bias: int | None,
-    up_bias: int | None,
-    y: Tensor,
-    rows: int,
-    columns: int,
-    kind: int,
-    gated: bool,
-    parameter: Tensor | None,
-) -> None:
-    native.function("stoker_activation_forward", "pl pl pp p ll iiiii")(
-        x,
-        x_stride,
-        up,
-        up_stride,
-        bias,
-        up_bias,
-        y.data_ptr(),
-        rows,
-        columns,
-        kind,
-        gated,
-        native.dtype_code(y.dtype),
-        native.parameter(parameter),
-        native.threads(),
+    _call(
+        "stoker_activation_forward",
+        x=x.data_ptr(),
+        x_stride=stride,
+        x_bias=native.pointer(bias),
+        y=y.data_ptr(),
+        rows=rows,
+        columns=columns,
+        kind=kind,
+        dtype=y.dtype,
+        bias=bias,
     )
+    return y
 
 
 def _plain_fake(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
@@ -130,27 +120,20 @@ def _plain_backward_kernel(dy: Tensor, x: Tensor, bias: Tensor | None, kind: int
     dx, dbias = _plain_backward_fake(dy, x, bias, kind)
     rows, columns = split_rows(x)
     x, stride = _strided_rows(x)
-    native.function("stoker_activation_backward", "p pl pl pp pl pl pp ll iiiii")(
-        dy.data_ptr(),
-        x.data_ptr(),
-        stride,
-        None,
-        0,
-        native.pointer(bias),
-        None,
-        dx.data_ptr(),
-        columns,
-        None,
-        0,
-        None if bias is None else dbias.data_ptr(),
-        None,
-        rows,
-        columns,
-        kind,
-        False,
-        native.dtype_code(x.dtype),
-        native.parameter(bias),
-        native.threads(),
+    _call(
+        "stoker_activation_backward",
+        x=x.data_ptr(),
+        x_stride=stride,
+        x_bias=native.pointer(bias),
+        dy=dy.data_ptr(),
+        dx=dx.data_ptr(),
+        dx_stride=columns,
+        dx_bias=None if bias is None else dbias.data_ptr(),
+        rows=rows,
+        columns=columns,
+        kind=kind,
+        dtype=x.dtype,
+        bias=bias,
     )
     return dx, dbias
 
@@ -199,19 +182,21 @@ def _halves_kernel(x: Tensor, bias: Tensor | None, kind: int, up_first: bool) ->
     rows, columns = split_rows(y)
     x, stride = _strided_rows(x)
     gate, up = _halves(columns, up_first)
-    _call_forward(
-        _address(x, gate),
-        stride,
-        _address(x, up),
-        stride,
-        _address(bias, gate),
-        _address(bias, up),
-        y,
-        rows,
-        columns,
-        kind,
-        True,
-        bias,
+    _call(
+        "stoker_activation_forward",
+        x=_address(x, gate),
+        x_stride=stride,
+        x_bias=_address(bias, gate),
+        up=_address(x, up),
+        up_stride=stride,
+        up_bias=_address(bias, up),
+        y=y.data_ptr(),
+        rows=rows,
+        columns=columns,
+        kind=kind,
+        gated=True,
+        dtype=y.dtype,
+        bias=bias,
     )
     return y
 
@@ -229,27 +214,27 @@ def _halves_backward_kernel(
     rows, columns = split_rows(dy)
     x, stride = _strided_rows(x)
     gate, up = _halves(columns, up_first)
-    native.function("stoker_activation_backward", "p pl pl pp pl pl pp ll iiiii")(
-        dy.data_ptr(),
-        _address(x, gate),
-        stride,
-        _address(x, up),
-        stride,
-        _address(bias, gate),
-        _address(bias, up),
-        _address(dx, gate),
-        2 * columns,
-        _address(dx, up),
-        2 * columns,
-        None if bias is None else _address(dbias, gate),
-        None if bias is None else _address(dbias, up),
-        rows,
-        columns,
-        kind,
-        True,
-        native.dtype_code(x.dtype),
-        native.parameter(bias),
-        native.threads(),
+    _call(
+        "stoker_activation_backward",
+        x=_address(x, gate),
+        x_stride=stride,
+        x_bias=_address(bias, gate),
+        up=_address(x, up),
+        up_stride=stride,
+        up_bias=_address(bias, up),
+        dy=dy.data_ptr(),
+        dx=_address(dx, gate),
+        dx_stride=2 * columns,
+        dx_bias=None if bias is None else _address(dbias, gate),
+        dup=_address(dx, up),
+        dup_stride=2 * columns,
+        dup_bias=None if bias is None else _address(dbias, up),
+        rows=rows,
+        columns=columns,
+        kind=kind,
+        gated=True,
+        dtype=x.dtype,
+        bias=bias,
     )
     return dx, dbias
 
@@ -294,7 +279,19 @@ def _pair_kernel(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     y = _pair_fake(gate, up, kind)
     rows, columns = split_rows(y)
     (gate, stride), (up, up_stride) = _strided_rows(gate), _strided_rows(up)
-    _call_forward(gate.data_ptr(), stride, up.data_ptr(), up_stride, None, None, y, rows, columns, kind, True, None)
+    _call(
+        "stoker_activation_forward",
+        x=gate.data_ptr(),
+        x_stride=stride,
+        up=up.data_ptr(),
+        up_stride=up_stride,
+        y=y.data_ptr(),
+        rows=rows,
+        columns=columns,
+        kind=kind,
+        gated=True,
+        dtype=y.dtype,
+    )
     return y
 
 
@@ -307,27 +304,22 @@ def _pair_backward_kernel(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tu
     dgate, dup = _pair_backward_fake(dy, gate, up, kind)
     rows, columns = split_rows(dy)
     (gate, stride), (up, up_stride) = _strided_rows(gate), _strided_rows(up)
-    native.function("stoker_activation_backward", "p pl pl pp pl pl pp ll iiiii")(
-        dy.data_ptr(),
-        gate.data_ptr(),
-        stride,
-        up.data_ptr(),
-        up_stride,
-        None,
-        None,
-        dgate.data_ptr(),
-        columns,
-        dup.data_ptr(),
-        columns,
-        None,
-        None,
-        rows,
-        columns,
-        kind,
-        True,
-        native.dtype_code(gate.dtype),
-        0,
-        native.threads(),
+    _call(
+        "stoker_activation_backward",
+        x=gate.data_ptr(),
+        x_stride=stride,
+        up=up.data_ptr(),
+        up_stride=up_stride,
+        dy=dy.data_ptr(),
+        dx=dgate.data_ptr(),
+        dx_stride=columns,
+        dup=dup.data_ptr(),
+        dup_stride=columns,
+        rows=rows,
+        columns=columns,
+        kind=kind,
+        gated=True,
+        dtype=gate.dtype,
     )
     return dgate, dup
 

@@ -6,12 +6,12 @@
     dS = P * (dO V^T * m / (1 - p) - rowsum(dO * O)),   dQ = scale * dS K,   dK = scale * dS^T Q,   dbias = sum of dS
 
 Saved for backward: the inputs, O, and the log-sum-exp of each row; the scores are computed again, block by block
-(csrc/attention.cpp). With `rotary` Q and K are rotated as they are read, and their gradients rotated back as they are written.
+(csrc/kernels/attention.cpp). With `rotary` Q and K are rotated as they are read, and their gradients rotated back as they
+are written.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -127,23 +127,6 @@ def _window(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
-class _Call(ctypes.Structure):
-    """AttentionCall of csrc/attention.cpp."""
-
-    _fields_ = tuple(
-        (name, kind)
-        for kind, names in (
-            (ctypes.c_void_p, "q k v out lse dout dq dk dv bias dbias dq_parts cosine sine starts"),
-            (ctypes.c_int64, "sequences heads kv_heads head_size bias_length bias_groups"),
-            (ctypes.c_int64, "q_token q_head k_token k_head v_token v_head left right"),
-            (ctypes.c_uint64, "key"),
-            (ctypes.c_float, "scale p"),
-            (ctypes.c_int32, "dtype threads"),
-        )
-        for name in names.split()
-    )  # type: ignore[assignment]
-
-
 class _Options(NamedTuple):
     """What forward and backward share beside q, k and v."""
 
@@ -206,11 +189,11 @@ def _dense_last(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def _fill(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[_Call, list[Tensor]]:
-    """The call with all that forward and backward share, and the tensors that must outlive it."""
+def _fill(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Any, list[Tensor]]:
+    """The stoker_attention_call with all that forward and backward share, and the tensors that must outlive it."""
     starts = options.cu_seqlens.to(torch.int64).contiguous()
     alive = [q, k, v, starts]
-    call = _Call(
+    call = native.struct("stoker_attention_call")(
         q=q.data_ptr(),
         k=k.data_ptr(),
         v=v.data_ptr(),
@@ -256,7 +239,7 @@ def _run_forward(
     if q.numel():
         call, alive = _fill(q, k, v, options)
         call.out, call.lse = out.data_ptr(), lse.data_ptr()
-        native.function("stoker_attention_forward", "p")(ctypes.addressof(call))
+        native.call("stoker_attention_forward", call)
         del alive
     return out, lse
 
@@ -291,7 +274,7 @@ def _run_backward(
         parts = torch.empty(-(-longest // chunk), *out.shape, dtype=torch.float32)
         call.dq_parts = parts.data_ptr()
         alive.append(parts)
-    native.function("stoker_attention_backward", "p")(ctypes.addressof(call))
+    native.call("stoker_attention_backward", call)
     del alive
     if dbias is None:
         return None

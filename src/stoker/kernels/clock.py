@@ -13,7 +13,7 @@ def clock_ghz(threads: int) -> float | None:
     """The mean clock of `threads` busy cores, in about 40 ms; None without the library, or where it cannot tell."""
     ghz = ctypes.c_double()
     try:
-        native.function("stoker_clock", "pi")(ctypes.addressof(ghz), threads)
-    except (native.NativeLibraryError, AttributeError, OSError):
+        native.call("stoker_clock", ctypes.addressof(ghz), threads)
+    except (native.NativeLibraryError, OSError):
         return None
     return ghz.value or None

@@ -42,8 +42,10 @@ def _kernel(x: Tensor, p: float, key: Tensor) -> Tensor:
     y = torch.empty_like(x)
     rows, columns = split_rows(x)
     if x.numel():
-        call = native.function("stoker_dropout", "pp ll f u ii")
-        call(x.data_ptr(), y.data_ptr(), rows, columns, p, key_value(key), native.dtype_code(x.dtype), native.threads())
+        dtype = native.dtype_code(x.dtype)
+        native.call(
+            "stoker_dropout", x.data_ptr(), y.data_ptr(), rows, columns, p, key_value(key), dtype, native.threads()
+        )
     return y
 
 

@@ -10,7 +10,6 @@ and in chunks of fixed size, so it does not depend on the number of threads.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,17 +92,19 @@ def _outside(operator: str, name: str, ids: Tensor, token: int, rows: int) -> In
 def _scatter(dz: Tensor, ids: Tensor, table: Tensor, skip: int) -> Tensor:
     """The gradient of `table`, given that of the rows looked up."""
     grad = torch.empty_like(table, memory_format=torch.contiguous_format)
-    native.function("stoker_embedding_scatter", "ppp llll iii")(
-        dz.data_ptr(),
-        ids.data_ptr(),
-        grad.data_ptr(),
-        ids.numel(),
-        *table.shape,
-        skip,
-        native.dtype_code(dz.dtype),
-        native.dtype_code(table.dtype),
-        native.threads(),
+    call = native.struct("stoker_embedding_call")(
+        ids=ids.data_ptr(),
+        dy=dz.data_ptr(),
+        dtable=grad.data_ptr(),
+        tokens=ids.numel(),
+        rows=table.shape[0],
+        columns=table.shape[1],
+        skip=skip,
+        dtype=native.dtype_code(dz.dtype),
+        table_dtype=native.dtype_code(table.dtype),
+        threads=native.threads(),
     )
+    native.call("stoker_embedding_scatter", call)
     return grad
 
 
@@ -114,19 +115,20 @@ def _kernel(ids: Tensor, table: Tensor, skip: int) -> Tensor:
     check_tensor("embedding", "table", table, shape=[None, None])
     ids, table = _check_ids("embedding", "ids", ids), table.contiguous()
     y = _fake(ids, table, skip)
-    bad = (ctypes.c_int64 * 2)(-1, -1)
-    native.function("stoker_embedding_lookup", "pppp llll i")(
-        ids.data_ptr(),
-        table.data_ptr(),
-        y.data_ptr(),
-        ctypes.addressof(bad),
-        ids.numel(),
-        *table.shape,
-        table.element_size(),
-        native.threads(),
+    call = native.struct("stoker_embedding_call")(
+        ids=ids.data_ptr(),
+        table=table.data_ptr(),
+        y=y.data_ptr(),
+        tokens=ids.numel(),
+        rows=table.shape[0],
+        columns=table.shape[1],
+        table_dtype=native.dtype_code(table.dtype),
+        threads=native.threads(),
     )
-    if bad[0] >= 0:
-        raise _outside("embedding", "ids", ids, bad[1], table.shape[0])
+    try:
+        native.call("stoker_embedding_lookup", call)
+    except IndexError:
+        raise _outside("embedding", "ids", ids, call.bad_token, table.shape[0]) from None
     return y
 
 
@@ -202,32 +204,32 @@ def _norm_kernel(
     tables = [None if table is None else table.contiguous() for table in (word, position, type)]
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     y, stats = _norm_fake(ids, positions, types, word, position, type, weight, bias, key, p, eps, skip, narrow)
-    sizes = (ctypes.c_int64 * 3)(*(0 if table is None else table.shape[0] for table in tables))
-    bad = (ctypes.c_int64 * 2)(-1, -1)
-    native.function("stoker_embedding_norm_forward", "ppp ppp p pp ppp ll fuf iiii i")(
-        *map(native.pointer, lookups),
-        *map(native.pointer, tables),
-        ctypes.addressof(sizes),
-        weight.data_ptr(),
-        native.pointer(bias),
-        y.data_ptr(),
-        stats.data_ptr(),
-        ctypes.addressof(bad),
-        ids.numel(),
-        columns,
-        p,
-        0 if key is None else key_value(key),
-        eps,
-        native.dtype_code(word.dtype),
-        native.dtype_code(y.dtype),
-        native.parameter(weight),
-        native.parameter(bias),
-        native.threads(),
+    sizes = tuple(0 if table is None else table.shape[0] for table in tables)
+    call = native.struct("stoker_embedding_norm_call")(
+        ids=tuple(map(native.pointer, lookups)),
+        tables=tuple(map(native.pointer, tables)),
+        table_rows=sizes,
+        weight=weight.data_ptr(),
+        bias=native.pointer(bias),
+        y=y.data_ptr(),
+        stats=stats.data_ptr(),
+        tokens=ids.numel(),
+        columns=columns,
+        p=p,
+        key=0 if key is None else key_value(key),
+        eps=eps,
+        table_dtype=native.dtype_code(word.dtype),
+        dtype=native.dtype_code(y.dtype),
+        weight_dtype=native.parameter(weight),
+        bias_dtype=native.parameter(bias),
+        threads=native.threads(),
     )
-    if bad[0] >= 0:
-        wrong = lookups[bad[0]]
+    try:
+        native.call("stoker_embedding_norm_forward", call)
+    except IndexError:
+        wrong = lookups[call.bad_table]
         assert wrong is not None
-        raise _outside(operator, _NAMES[bad[0]], wrong, bad[1], sizes[bad[0]])
+        raise _outside(operator, _NAMES[call.bad_table], wrong, call.bad_token, sizes[call.bad_table]) from None
     return y, stats
 
 
@@ -297,25 +299,26 @@ def _norm_backward_kernel(
     dz = torch.empty(dy.shape, dtype=torch.float32)
     dweight = torch.empty_like(weight)
     dbias = dy.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
-    native.function("stoker_embedding_norm_backward", "ppp ppp pppp pp ll fu iiii i")(
-        *map(native.pointer, lookups),
-        *map(native.pointer, tables),
-        dy.data_ptr(),
-        weight.data_ptr(),
-        stats.data_ptr(),
-        dz.data_ptr(),
-        dweight.data_ptr(),
-        None if bias is None else dbias.data_ptr(),
-        ids.numel(),
-        word.shape[1],
-        p,
-        0 if key is None else key_value(key),
-        native.dtype_code(word.dtype),
-        native.dtype_code(dy.dtype),
-        native.parameter(weight),
-        native.parameter(bias),
-        native.threads(),
+    call = native.struct("stoker_embedding_norm_call")(
+        ids=tuple(map(native.pointer, lookups)),
+        tables=tuple(map(native.pointer, tables)),
+        weight=weight.data_ptr(),
+        stats=stats.data_ptr(),
+        dy=dy.data_ptr(),
+        dz=dz.data_ptr(),
+        dweight=dweight.data_ptr(),
+        dbias=None if bias is None else dbias.data_ptr(),
+        tokens=ids.numel(),
+        columns=word.shape[1],
+        p=p,
+        key=0 if key is None else key_value(key),
+        table_dtype=native.dtype_code(word.dtype),
+        dtype=native.dtype_code(dy.dtype),
+        weight_dtype=native.parameter(weight),
+        bias_dtype=native.parameter(bias),
+        threads=native.threads(),
     )
+    native.call("stoker_embedding_norm_backward", call)
     grads = [
         dy.new_empty(0) if table is None or chosen is None else _scatter(dz, chosen, table, none)
         for chosen, table, none in zip(lookups, tables, (skip, -1, -1), strict=True)

@@ -11,7 +11,6 @@ fp32.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -89,22 +88,22 @@ def _kernel(logits: Tensor, labels: Tensor, ignore: int, reduction: int) -> tupl
     losses = torch.empty(labels.shape, dtype=torch.float32)
     stats = torch.empty((2, rows), dtype=torch.float32)
     totals = torch.empty(2, dtype=torch.float64)
-    bad = ctypes.c_int64(-1)
-    native.function("stoker_cross_entropy_forward", "pppppp lll ii")(
-        logits.data_ptr(),
-        labels.data_ptr(),
-        losses.data_ptr(),
-        stats.data_ptr(),
-        totals.data_ptr(),
-        ctypes.addressof(bad),
-        rows,
-        classes,
-        ignore,
-        native.dtype_code(logits.dtype),
-        native.threads(),
+    call = native.struct("stoker_cross_entropy_call")(
+        logits=logits.data_ptr(),
+        labels=labels.data_ptr(),
+        loss=losses.data_ptr(),
+        stats=stats.data_ptr(),
+        totals=totals.data_ptr(),
+        rows=rows,
+        columns=classes,
+        ignore=ignore,
+        dtype=native.dtype_code(logits.dtype),
+        threads=native.threads(),
     )
-    if bad.value >= 0:
-        raise _bad_label("cross_entropy", labels, bad.value, classes, ignore)
+    try:
+        native.call("stoker_cross_entropy_forward", call)
+    except IndexError:
+        raise _bad_label("cross_entropy", labels, call.bad_row, classes, ignore) from None
     if reduction == _NONE:
         return losses, stats, totals
     total = totals[0] / totals[1] if reduction == _MEAN else totals[0]
@@ -139,18 +138,19 @@ def _backward_kernel(logits: Tensor, labels: Tensor, stats: Tensor, scales: Tens
     labels = labels.to(torch.int64).contiguous()
     dlogits = torch.empty_like(logits)
     rows, classes = split_rows(logits)
-    native.function("stoker_cross_entropy_backward", "ppppp lll ii")(
-        logits.data_ptr(),
-        labels.data_ptr(),
-        stats.data_ptr(),
-        scales.data_ptr(),
-        dlogits.data_ptr(),
-        rows,
-        classes,
-        ignore,
-        native.dtype_code(logits.dtype),
-        native.threads(),
+    call = native.struct("stoker_cross_entropy_call")(
+        logits=logits.data_ptr(),
+        labels=labels.data_ptr(),
+        stats=stats.data_ptr(),
+        scales=scales.data_ptr(),
+        dlogits=dlogits.data_ptr(),
+        rows=rows,
+        columns=classes,
+        ignore=ignore,
+        dtype=native.dtype_code(logits.dtype),
+        threads=native.threads(),
     )
+    native.call("stoker_cross_entropy_backward", call)
     return dlogits
 
 
@@ -250,7 +250,8 @@ class _Blocks:
         return full.index_copy_(0, self.rows, dx.to(self.x.dtype)).view(self.x.shape)
 
     def _losses(self, logits: Tensor, rows: slice, losses: Tensor, scales: Tensor | None) -> None:
-        native.function("stoker_cross_entropy_block", "pppp ll i")(
+        native.call(
+            "stoker_cross_entropy_block",
             logits.data_ptr(),
             self.labels[rows].data_ptr(),
             None if scales is None else scales[rows].data_ptr(),

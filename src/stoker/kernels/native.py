@@ -1,8 +1,8 @@
-"""The door to the native library: picks the build for this CPU, loads it, and hands out its functions.
+"""Loads the build of the native library that fits this CPU, and calls its functions.
 
-The library (csrc/) has a plain C interface and knows nothing of Python or torch, so one build serves every version of
-both. It must be loaded after torch: torch ships libgomp.so.1, and a library that asks for the same soname afterwards is
-bound to that copy, so that both run on one thread pool.
+Its plain C interface is declared in csrc/stoker.h and bound from there (kernels/header.py). It knows nothing of Python or
+torch, so one build serves every version of both. It must be loaded after torch: torch ships libgomp.so.1, and a library
+that asks for the same soname afterwards is bound to that copy, so that both run on one thread pool.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ from typing import Any
 
 import torch
 
+from stoker.kernels.header import Header, read
+
 __all__ = [
     "LEVELS",
     "NativeLibraryError",
     "available",
+    "call",
+    "constants",
     "dtype_code",
-    "function",
+    "dtypes",
+    "header",
     "level",
     "library",
     "parameter",
     "pointer",
+    "struct",
     "threads",
 ]
-
-ABI = 1  # stoker_abi() of the library these bindings were written for
 
 LEVELS: dict[str, frozenset[str]] = {
     "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c", "bmi1", "bmi2"}),
@@ -40,15 +44,6 @@ LEVELS: dict[str, frozenset[str]] = {
     "baseline": frozenset(),
 }
 """The builds of the library, best first, with the CPU flags each needs."""
-
-_CODES: dict[str, Any] = {
-    "p": ctypes.c_void_p,
-    "i": ctypes.c_int,
-    "l": ctypes.c_int64,
-    "u": ctypes.c_uint64,
-    "f": ctypes.c_float,
-    "d": ctypes.c_double,
-}
 
 
 class NativeLibraryError(RuntimeError):
@@ -97,9 +92,8 @@ def level() -> str:
     return asked
 
 
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The loaded native library of the current level."""
+def _path() -> Path:
+    """The library of the current level."""
     name = f"libstoker-{level()}.so"
     tried = [directory / name for directory in _directories()]
     path = next((candidate for candidate in tried if candidate.is_file()), None)
@@ -109,25 +103,98 @@ def library() -> ctypes.CDLL:
             f"{name} was not found in {places}; reinstall Stoker with `pip install --force-reinstall stoker` "
             f"(platform: {platform.system()} {platform.machine()})"
         )
-    lib = ctypes.CDLL(str(path))
-    found = lib.stoker_abi()
-    if found != ABI:
-        raise NativeLibraryError(f"{path} has interface {found}, this Stoker needs {ABI}; reinstall Stoker")
-    return lib
+    return path
 
 
 @functools.cache
-def function(name: str, signature: str) -> Callable[..., Any]:
-    """The C function `name` taking `signature`, a letter per argument: p pointer, i int, l int64, u uint64, f float."""
-    handle = library()[name]
-    handle.argtypes = [_CODES[code] for code in signature.replace(" ", "")]
-    handle.restype = None
-    return handle
+def header() -> Header:
+    """The header that lies beside the library."""
+    path = _path().with_name("stoker.h")
+    try:
+        return read(path)
+    except (OSError, ValueError) as error:
+        raise NativeLibraryError(f"the native library's header cannot be read: {error}; reinstall Stoker") from error
 
 
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded native library of the current level, its functions bound as the header declares them."""
+    declared, path = header(), _path()
+    lib = ctypes.CDLL(str(path))
+    if _header_hash(lib) != declared.digest:
+        raise NativeLibraryError(
+            f"{path} was built from another version of {declared.path.name} than the one beside it; reinstall Stoker"
+        )
+    return declared.bind(lib)
+
+
+def _header_hash(lib: ctypes.CDLL) -> str:
+    """Empty for a library of the time before it had one."""
+    try:
+        lib.stoker_header_hash.restype = ctypes.c_char_p
+        return str(lib.stoker_header_hash().decode())
+    except AttributeError:
+        return ""
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Calls a kernel of csrc/stoker.h, and raises MemoryError, IndexError or RuntimeError if its code is not 0."""
+    if code := _functions[name](*arguments):
+        raise _error(name, code)
+
+
+class _Functions(dict[str, Callable[..., int]]):
+    """The bound functions by name, each looked for once: a dict is what costs a call the least."""
+
+    def __missing__(self, name: str) -> Callable[..., int]:
+        _declared(name, header().functions)
+        self[name] = getattr(library(), name)
+        return self[name]
+
+
+_functions = _Functions()
+
+
+def _declared(name: str, among: dict[str, Any]) -> Any:
+    if name not in among:
+        raise NativeLibraryError(
+            f"{header().path} does not declare {name}: it is from another version; reinstall Stoker"
+        )
+    return among[name]
+
+
+def _error(name: str, code: int) -> Exception:
+    codes = constants("stoker_code")
+    operator = name.removeprefix("stoker_")
+    if code == codes["OUT_OF_MEMORY"]:
+        return MemoryError(f"{operator}: no memory for intermediate results; use a smaller batch, or shorter sequences")
+    if code == codes["BAD_INDEX"]:
+        return IndexError(f"{operator}: an index is out of range")
+    return RuntimeError(f"{operator}: the native kernel failed with code {code}")
+
+
+@functools.cache
+def struct(name: str) -> Any:
+    """The class of a struct of csrc/stoker.h. Fields that are not given are 0 or null."""
+    return _declared(name, header().structs)
+
+
+@functools.cache
+def constants(enum: str) -> dict[str, int]:
+    """The numbers of an enum of csrc/stoker.h by their names, without the prefix STOKER_."""
+    return {name.removeprefix("STOKER_"): number for name, number in _declared(enum, header().enums).items()}
+
+
+@functools.cache
+def dtypes() -> dict[torch.dtype, int]:
+    """The numbers by which C++ knows torch's dtypes."""
+    return {getattr(torch, name.lower()): number for name, number in constants("stoker_dtype").items()}
+
+
+@functools.cache
 def dtype_code(dtype: torch.dtype) -> int:
-    """The number by which C++ knows a storage type (csrc/core/types.h)."""
-    return _DTYPES[dtype]
+    """The number by which C++ knows `dtype`."""
+    return dtypes()[dtype]
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
@@ -137,12 +204,8 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 
 def parameter(tensor: torch.Tensor | None) -> int:
     """The storage type of a tensor that may be missing."""
-    return 0 if tensor is None else _DTYPES[tensor.dtype]
+    return 0 if tensor is None else dtype_code(tensor.dtype)
 
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-
-
-def threads() -> int:
-    """How many threads a kernel called now may use: torch's own setting, for the calling thread."""
-    return torch.get_num_threads()
+threads = torch.get_num_threads
+"""How many threads a kernel called now may use: torch's own setting, for the calling thread."""

@@ -144,27 +144,28 @@ def _kernel(
     residual, bias, x_bias = _contiguous(residual), _contiguous(bias), _contiguous(x_bias)
     y, z, stats = _fake(x, residual, weight, bias, x_bias, key, p, eps, rms, keep)
     rows, columns = split_rows(x)
-    native.function("stoker_norm_forward", "ppppp ppp ll fuf i iiii i")(
-        x.data_ptr(),
-        native.pointer(residual),
-        native.pointer(x_bias),
-        weight.data_ptr(),
-        native.pointer(bias),
-        y.data_ptr(),
-        z.data_ptr() if keep else None,
-        stats.data_ptr(),
-        rows,
-        columns,
-        p,
-        0 if key is None else key_value(key),
-        eps,
-        rms,
-        native.dtype_code(x.dtype),
-        native.parameter(x_bias),
-        native.parameter(weight),
-        native.parameter(bias),
-        native.threads(),
+    call = native.struct("stoker_layer_norm_call")(
+        x=x.data_ptr(),
+        residual=native.pointer(residual),
+        x_bias=native.pointer(x_bias),
+        weight=weight.data_ptr(),
+        bias=native.pointer(bias),
+        y=y.data_ptr(),
+        z=z.data_ptr() if keep else None,
+        stats=stats.data_ptr(),
+        rows=rows,
+        columns=columns,
+        p=p,
+        key=0 if key is None else key_value(key),
+        eps=eps,
+        rms=rms,
+        dtype=native.dtype_code(x.dtype),
+        x_bias_dtype=native.parameter(x_bias),
+        weight_dtype=native.parameter(weight),
+        bias_dtype=native.parameter(bias),
+        threads=native.threads(),
     )
+    native.call("stoker_layer_norm_forward", call)
     return y, z, stats
 
 
@@ -242,31 +243,32 @@ def _backward_kernel(
     out = _backward_fake(dy, dz, x, residual, z, weight, bias, x_bias, stats, key, p, rms, has_residual)
     dsum, dx, dweight, dbias, dx_bias = out
     rows, columns = split_rows(dy)
-    native.function("stoker_norm_backward", "pppppppp ppppp ll fu i iiii i")(
-        dy.data_ptr(),
-        native.pointer(dz),
-        native.pointer(x),
-        native.pointer(residual),
-        native.pointer(z),
-        native.pointer(x_bias),
-        weight.data_ptr(),
-        stats.data_ptr(),
-        dx.data_ptr() if key is not None else None,
-        dsum.data_ptr() if key is None or has_residual else None,
-        dweight.data_ptr(),
-        dbias.data_ptr() if bias is not None else None,
-        dx_bias.data_ptr() if x_bias is not None else None,
-        rows,
-        columns,
-        p,
-        0 if key is None else key_value(key),
-        rms,
-        native.dtype_code(dy.dtype),
-        native.parameter(x_bias),
-        native.parameter(weight),
-        native.parameter(bias),
-        native.threads(),
+    call = native.struct("stoker_layer_norm_call")(
+        x=native.pointer(x),
+        residual=native.pointer(residual),
+        z=native.pointer(z),
+        x_bias=native.pointer(x_bias),
+        weight=weight.data_ptr(),
+        stats=stats.data_ptr(),
+        dy=dy.data_ptr(),
+        dz=native.pointer(dz),
+        dx=dx.data_ptr() if key is not None else None,
+        dresidual=dsum.data_ptr() if key is None or has_residual else None,
+        dweight=dweight.data_ptr(),
+        dbias=dbias.data_ptr() if bias is not None else None,
+        dx_bias=dx_bias.data_ptr() if x_bias is not None else None,
+        rows=rows,
+        columns=columns,
+        p=p,
+        key=0 if key is None else key_value(key),
+        rms=rms,
+        dtype=native.dtype_code(dy.dtype),
+        x_bias_dtype=native.parameter(x_bias),
+        weight_dtype=native.parameter(weight),
+        bias_dtype=native.parameter(bias),
+        threads=native.threads(),
     )
+    native.call("stoker_layer_norm_backward", call)
     return out
 
 

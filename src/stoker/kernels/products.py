@@ -12,6 +12,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,35 +28,6 @@ _ONEDNN_WITHOUT_BF16 = frozenset(
     {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 )
 """The values of ONEDNN_MAX_CPU_ISA below AVX512-BF16."""
-
-
-class _Operand(ctypes.Structure):
-    """Operand of csrc/linear.cpp."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("row_stride", ctypes.c_int64),
-        ("column_stride", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-    )
-
-
-class _Product(ctypes.Structure):
-    """Product of csrc/linear.cpp."""
-
-    _fields_ = (
-        ("a", ctypes.c_void_p),
-        ("b", ctypes.c_void_p),
-        ("depths", ctypes.c_void_p),
-        ("terms", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("c", ctypes.c_void_p),
-        ("c_stride", ctypes.c_int64),
-        ("bias", ctypes.c_void_p),
-        ("c_dtype", ctypes.c_int32),
-        ("bias_dtype", ctypes.c_int32),
-    )
 
 
 def available_engines() -> tuple[str, ...]:
@@ -85,8 +57,14 @@ def column_sums(x: Tensor) -> Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
     sums = torch.empty(x.shape[1], dtype=torch.float32)
-    native.function("stoker_column_sums", "p lll p ii")(
-        x.data_ptr(), x.stride(0), *x.shape, sums.data_ptr(), native.dtype_code(x.dtype), native.threads()
+    native.call(
+        "stoker_column_sums",
+        x.data_ptr(),
+        x.stride(0),
+        *x.shape,
+        sums.data_ptr(),
+        native.dtype_code(x.dtype),
+        native.threads(),
     )
     return sums
 
@@ -107,7 +85,7 @@ def _multiply_torch(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: T
         out.copy_(target)
 
 
-def _operand(tensor: Tensor) -> _Operand:
+def _operand(tensor: Tensor) -> Any:
     """`tensor`, whose rows or columns are dense; the stride of a dimension of size one is made one that BLAS accepts."""
     rows, columns = tensor.shape
     row_stride, column_stride = tensor.stride()
@@ -115,7 +93,9 @@ def _operand(tensor: Tensor) -> _Operand:
         row_stride, column_stride = row_stride if rows > 1 else columns, 1
     else:
         row_stride, column_stride = 1, column_stride
-    return _Operand(tensor.data_ptr(), row_stride, column_stride, native.dtype_code(tensor.dtype))
+    return native.struct("stoker_operand")(
+        tensor.data_ptr(), row_stride, column_stride, native.dtype_code(tensor.dtype)
+    )
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -130,25 +110,26 @@ def _dense(tensor: Tensor) -> Tensor:
 def _multiply_native(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None, sgemm: int) -> None:
     left = [_dense(a) for a, _ in terms]
     right = [_dense(b) for _, b in terms]
-    a = (_Operand * len(left))(*map(_operand, left))
-    b = (_Operand * len(right))(*map(_operand, right))
+    operands = native.struct("stoker_operand") * len(left)
     depths = (ctypes.c_int64 * len(left))(*(t.shape[1] for t in left))
     if bias is not None:
         bias = bias.contiguous()
-    product = _Product(
-        a=ctypes.addressof(a),
-        b=ctypes.addressof(b),
+    call = native.struct("stoker_product_call")(
+        a=operands(*map(_operand, left)),
+        b=operands(*map(_operand, right)),
         depths=ctypes.addressof(depths),
+        c=out.data_ptr(),
+        bias=native.pointer(bias),
+        sgemm=sgemm,
         terms=len(left),
         rows=out.shape[0],
         columns=out.shape[1],
-        c=out.data_ptr(),
         c_stride=out.stride(0),
-        bias=None if bias is None else bias.data_ptr(),
         c_dtype=native.dtype_code(out.dtype),
-        bias_dtype=0 if bias is None else native.dtype_code(bias.dtype),
+        bias_dtype=native.parameter(bias),
+        threads=native.threads(),
     )
-    native.function("stoker_product", "p p i")(ctypes.addressof(product), sgemm, native.threads())
+    native.call("stoker_product", call)
 
 
 @functools.cache

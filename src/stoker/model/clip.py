@@ -1,20 +1,18 @@
 """Clipping by the norm of all gradients: one parallel pass for the norm, and one to scale if there is something to scale.
 
 torch goes from tensor to tensor, and reads and writes every gradient once more to multiply it, also by one. What the kernels
-(csrc/clip.cpp) do not know, another type or layout, a tensor of a kind of its own, goes to torch.
+(kernels/clip.py) do not know, another type or layout, a tensor of a kind of its own, goes to torch.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
-from stoker.kernels import native
+from stoker.kernels.clip import gradient_norm, scale_gradients
 
 __all__ = ["clip_grad_norm_"]
 
@@ -31,7 +29,7 @@ def clip_grad_norm_(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if float(norm_type) != 2.0 or not gradients or not all(map(_known, gradients)):
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    norm = _norm(gradients)
+    norm = gradient_norm(gradients)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of the gradients is {norm}, so they cannot be clipped; "
@@ -39,7 +37,7 @@ def clip_grad_norm_(
         )
     factor = float(max_norm) / (norm + 1e-6)
     if not factor >= 1.0:  # also if the norm is not a number: then the gradients become that, as with torch
-        _scale(gradients, factor)
+        scale_gradients(gradients, factor)
     return torch.tensor(norm, dtype=torch.float32)
 
 
@@ -51,24 +49,3 @@ def _known(gradient: Tensor) -> bool:
         and gradient.layout == torch.strided
         and gradient.is_contiguous()
     )
-
-
-def _norm(tensors: Sequence[Tensor]) -> float:
-    norm = ctypes.c_double()
-    addresses, sizes = _where(tensors)
-    native.function("stoker_norm", "p p l p i")(
-        addresses, sizes, len(tensors), ctypes.addressof(norm), native.threads()
-    )
-    return norm.value
-
-
-def _scale(tensors: Sequence[Tensor], factor: float) -> None:
-    addresses, sizes = _where(tensors)
-    native.function("stoker_scale", "p p l f i")(addresses, sizes, len(tensors), factor, native.threads())
-    increment_version(tensors)
-
-
-def _where(tensors: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_int64]]:
-    addresses = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    sizes = (ctypes.c_int64 * len(tensors))(*(tensor.numel() for tensor in tensors))
-    return addresses, sizes

@@ -387,9 +387,11 @@ class Backend : public c10d::Backend {
     // Truth values travel as bytes: any is their maximum, all their minimum.
     const bool truth = piece.scalar_type() == at::kBool;
     const at::Tensor sent = truth ? piece.view(at::kByte) : piece;
-    if (truth && op != 7) op = op == 2 || op == 3 || op == 5 ? 3 : 4;
+    if (truth && op != STOKER_BXOR)
+      op = op == STOKER_PRODUCT || op == STOKER_MIN || op == STOKER_BAND ? STOKER_MIN : STOKER_MAX;
     const int type = type_code(sent);
-    if (wire_ && wire_takes_[2 * (type == 2 || type == 3) + (sent.nbytes() > kSmallOnWire)] && wire_functions.reduces(type, op)) {
+    const bool half = type == STOKER_BFLOAT16 || type == STOKER_FLOAT16;
+    if (wire_ && wire_takes_[2 * half + (sent.nbytes() > kSmallOnWire)] && wire_functions.reduces(type, op)) {
       flight.request = wire_functions.allreduce(wire_, sent.data_ptr(), sent.numel(), type, op);
       return flight;
     }
@@ -472,8 +474,8 @@ class Backend : public c10d::Backend {
 
   // Reduce within the host, between the leaders, and hand out; a piece is on the wire while the next is reduced.
   void allreduce_between_hosts(const at::Tensor& flat, int op) {
-    const bool average = op == 1;
-    const int inner = average ? 0 : op;
+    const bool average = op == STOKER_AVG;
+    const int inner = average ? int(STOKER_SUM) : op;
     const int type = type_code(flat);
     const int64_t each = kWirePiece / static_cast<int64_t>(flat.element_size());
     std::deque<Flight> flying;

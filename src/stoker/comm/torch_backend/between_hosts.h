@@ -18,7 +18,7 @@ struct Begun {
 
 template <typename Options>
 bool averages(const Options& opts, const at::Tensor& tensor) {
-  if (op_code(opts.reduceOp) != 1) return false;
+  if (op_code(opts.reduceOp) != STOKER_AVG) return false;
   TORCH_CHECK(tensor.is_floating_point(), "avg of ", tensor.scalar_type(), " is not defined");
   return true;
 }

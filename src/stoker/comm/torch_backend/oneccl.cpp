@@ -24,7 +24,7 @@
 #include <string>
 #include <thread>
 
-#define API extern "C" __attribute__((visibility("default")))
+#include "oneccl.h"
 
 namespace {
 
@@ -180,7 +180,7 @@ void initialise() {
 
 std::shared_ptr<ccl::kvs> meeting;  // the first rank keeps it between announce() and join()
 
-// The numbers of csrc/comm/reduce.h; -1: oneCCL has none for it.
+// By stoker_dtype and stoker_reduction; -1: oneCCL has none for it.
 constexpr int kTypes[] = {
     static_cast<int>(ccl::datatype::float32), static_cast<int>(ccl::datatype::float64),
     static_cast<int>(ccl::datatype::bfloat16), static_cast<int>(ccl::datatype::float16),
@@ -202,12 +202,11 @@ int blocking(double seconds, std::function<void()> run) {
 
 }  // namespace
 
-API const char* stoker_oneccl_error() { return last_error.c_str(); }
+STOKER_API const char* stoker_oneccl_error() { return last_error.c_str(); }
 
-API std::int64_t stoker_oneccl_address_bytes() { return ccl::kvs::address_max_size; }
+STOKER_API int64_t stoker_oneccl_address_bytes() { return ccl::kvs::address_max_size; }
 
-// The first rank: opens the meeting point and writes its address, which the others hand to join().
-API int stoker_oneccl_announce(char* address, double seconds) {
+STOKER_API int32_t stoker_oneccl_announce(char* address, double seconds) {
   const auto found = std::make_shared<ccl::kvs::address_type>();
   const int code = blocking(seconds, [found] {
     initialise();
@@ -218,8 +217,7 @@ API int stoker_oneccl_announce(char* address, double seconds) {
   return code;
 }
 
-// All ranks; null on failure.
-API void* stoker_oneccl_join(int rank, int size, const char* address, double seconds) {
+STOKER_API void* stoker_oneccl_join(int32_t rank, int32_t size, const char* address, double seconds) {
   const auto wire = std::make_shared<Wire>();
   ccl::kvs::address_type where;
   std::memcpy(where.data(), address, where.size());
@@ -231,30 +229,26 @@ API void* stoker_oneccl_join(int rank, int size, const char* address, double sec
   return code ? nullptr : new Wire(std::move(*wire));
 }
 
-// Whether allreduce() takes this pair.
-API int stoker_oneccl_reduces(int type, int op) {
-  return type >= 0 && type < 10 && op >= 0 && op < 8 && kTypes[type] >= 0 && kOps[op] >= 0;
+STOKER_API int32_t stoker_oneccl_reduces(int32_t dtype, int32_t op) {
+  return dtype >= 0 && dtype < int(std::size(kTypes)) && op >= 0 && op < int(std::size(kOps)) && kTypes[dtype] >= 0 && kOps[op] >= 0;
 }
 
-// In place; returns at once with what wait() takes.
-API void* stoker_oneccl_allreduce(void* handle, void* data, std::int64_t count, int type, int op) {
+STOKER_API void* stoker_oneccl_allreduce(void* handle, void* data, int64_t count, int32_t dtype, int32_t op) {
   auto* wire = static_cast<Wire*>(handle);
   auto* task = new Shared(std::make_shared<Task>());
-  (*task)->begin = [wire, data, count, type, op] {
-    return ccl::allreduce(data, data, static_cast<std::size_t>(count), static_cast<ccl::datatype>(kTypes[type]),
+  (*task)->begin = [wire, data, count, dtype, op] {
+    return ccl::allreduce(data, data, static_cast<std::size_t>(count), static_cast<ccl::datatype>(kTypes[dtype]),
                           static_cast<ccl::reduction>(kOps[op]), *wire->ranks);
   };
   driver().give(*task);
   return task;
 }
 
-// 0: done. 1: failed. 2: late; stoker_oneccl_error() tells. The request is gone afterwards.
-API int stoker_oneccl_wait(void* request, double seconds) {
+STOKER_API int32_t stoker_oneccl_wait(void* request, double seconds) {
   const std::unique_ptr<Shared> task(static_cast<Shared*>(request));
   return driver().await(*task, seconds);
 }
 
-// In good order, all ranks together; a wire that has failed is not left but forgotten.
-API void stoker_oneccl_leave(void* handle, double seconds) {
+STOKER_API void stoker_oneccl_leave(void* handle, double seconds) {
   blocking(seconds, [handle] { delete static_cast<Wire*>(handle); });
 }

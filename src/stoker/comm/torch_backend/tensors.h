@@ -6,20 +6,22 @@
 
 #include <vector>
 
+#include "stoker.h"
+
 namespace {
 
 int type_code(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
-    case at::kFloat: return 0;
-    case at::kDouble: return 1;
-    case at::kBFloat16: return 2;
-    case at::kHalf: return 3;
-    case at::kChar: return 4;
-    case at::kByte: return 5;
-    case at::kShort: return 6;
-    case at::kInt: return 7;
-    case at::kLong: return 8;
-    case at::kBool: return 9;
+    case at::kFloat: return STOKER_FLOAT32;
+    case at::kDouble: return STOKER_FLOAT64;
+    case at::kBFloat16: return STOKER_BFLOAT16;
+    case at::kHalf: return STOKER_FLOAT16;
+    case at::kChar: return STOKER_INT8;
+    case at::kByte: return STOKER_UINT8;
+    case at::kShort: return STOKER_INT16;
+    case at::kInt: return STOKER_INT32;
+    case at::kLong: return STOKER_INT64;
+    case at::kBool: return STOKER_BOOL;
     default: TORCH_CHECK(false, "ccl cannot reduce ", tensor.scalar_type(), "; it reduces float32, float64, bfloat16, float16, "
                          "int8, uint8, int16, int32, int64 and bool");
   }
@@ -27,14 +29,14 @@ int type_code(const at::Tensor& tensor) {
 
 int op_code(const c10d::ReduceOp& op) {
   switch (op) {
-    case c10d::ReduceOp::SUM: return 0;
-    case c10d::ReduceOp::AVG: return 1;
-    case c10d::ReduceOp::PRODUCT: return 2;
-    case c10d::ReduceOp::MIN: return 3;
-    case c10d::ReduceOp::MAX: return 4;
-    case c10d::ReduceOp::BAND: return 5;
-    case c10d::ReduceOp::BOR: return 6;
-    case c10d::ReduceOp::BXOR: return 7;
+    case c10d::ReduceOp::SUM: return STOKER_SUM;
+    case c10d::ReduceOp::AVG: return STOKER_AVG;
+    case c10d::ReduceOp::PRODUCT: return STOKER_PRODUCT;
+    case c10d::ReduceOp::MIN: return STOKER_MIN;
+    case c10d::ReduceOp::MAX: return STOKER_MAX;
+    case c10d::ReduceOp::BAND: return STOKER_BAND;
+    case c10d::ReduceOp::BOR: return STOKER_BOR;
+    case c10d::ReduceOp::BXOR: return STOKER_BXOR;
     default: TORCH_CHECK(false, "ccl knows the reductions SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR");
   }
 }
@@ -57,7 +59,7 @@ struct Dense {
 
 // What is added up: complex numbers as pairs of real ones, which have the same sum and mean.
 at::Tensor numbers(const at::Tensor& dense, int op) {
-  return dense.is_complex() && (op == 0 || op == 1) ? at::view_as_real(dense) : dense;
+  return dense.is_complex() && (op == STOKER_SUM || op == STOKER_AVG) ? at::view_as_real(dense) : dense;
 }
 
 std::vector<Dense> dense(const std::vector<at::Tensor>& tensors) {

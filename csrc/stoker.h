@@ -1,0 +1,351 @@
+// The C interface of Stoker's native library: every exported function and struct, declared once.
+//
+// Python reads this file (src/stoker/kernels/header.py) and binds every function from it. The library carries the file's
+// SHA-256, and Python refuses a library that was built from another version. Keep to the C that the parser knows: `enum`,
+// `typedef struct`, and functions marked STOKER_API, with the types int32_t, int64_t, uint64_t, float, double, void, char,
+// structs of this file, and pointers to them.
+//
+// Memory: the caller owns every buffer, input and output, and keeps it alive for the call; the library keeps no address.
+// A pointer may be null only where its comment says so. Buffers that are written do not overlap others unless said so.
+// Matrices are row-major and dense unless strides are given; strides count elements.
+// Storage is `dtype`, STOKER_FLOAT32 or STOKER_BFLOAT16; arithmetic and sums are fp32. Parameters (weights, biases) have a
+// dtype of their own, which is ignored where the parameter is null.
+// `threads` is the largest number of OpenMP threads to use, at least 1; results do not depend on it.
+// Kernels return a stoker_code. If it is not STOKER_OK, the contents of the output buffers are undefined.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+#define STOKER_API extern "C" __attribute__((visibility("default")))
+#else
+#define STOKER_API __attribute__((visibility("default")))
+#endif
+
+enum stoker_code {
+  STOKER_OK = 0,
+  STOKER_OUT_OF_MEMORY = 1,  // memory for intermediate results could not be allocated
+  STOKER_BAD_INDEX = 2,      // an id or label is out of range; the call struct says which. Nothing was written
+  STOKER_FAILED = 3,         // any other C++ exception
+};
+
+// Named like torch's dtypes. Kernels take float32 and bfloat16, collectives all of them.
+enum stoker_dtype {
+  STOKER_FLOAT32 = 0,
+  STOKER_FLOAT64 = 1,
+  STOKER_BFLOAT16 = 2,
+  STOKER_FLOAT16 = 3,
+  STOKER_INT8 = 4,
+  STOKER_UINT8 = 5,
+  STOKER_INT16 = 6,
+  STOKER_INT32 = 7,
+  STOKER_INT64 = 8,
+  STOKER_BOOL = 9,
+};
+
+// --- The library itself --------------------------------------------------------------------------------------------------
+
+// The SHA-256 of this file at build time, in hexadecimal.
+STOKER_API const char* stoker_header_hash(void);
+
+// The instruction set the library was built for: "baseline", "avx2" or "avx512".
+STOKER_API const char* stoker_isa(void);
+
+// How many threads a parallel region really gets when it asks for `threads`: shows which OpenMP pool the library runs on.
+STOKER_API int32_t stoker_count_threads(int32_t threads);
+
+// Writes to *ghz the mean clock of `threads` cores that are busy at the same time; 0 where it cannot be measured.
+STOKER_API int32_t stoker_clock(double* ghz, int32_t threads);
+
+// --- Dropout -------------------------------------------------------------------------------------------------------------
+
+// y = x * factor(key, row, column) for x, y (rows, columns): 0 with probability p, else 1 / (1 - p). It is its own gradient:
+// called with dy it gives dx. p is rounded to a multiple of 1/65536. y may be x.
+STOKER_API int32_t stoker_dropout(const void* x, void* y, int64_t rows, int64_t columns, float p, uint64_t key,
+                                  int32_t dtype, int32_t threads);
+
+// --- LayerNorm and RMSNorm -----------------------------------------------------------------------------------------------
+
+// z = residual + dropout(x + x_bias);  y = (z - mean) * rstd * weight + bias. With `rms` the mean is taken as 0.
+typedef struct stoker_layer_norm_call {
+  const void* x;         // (rows, columns); backward: null if z is given
+  const void* residual;  // (rows, columns) or null; backward: null if z is given
+  void* z;               // (rows, columns): gets the sum in forward, which backward reads; null: it is computed again
+  const void* x_bias;    // (columns) or null
+  const void* weight;    // (columns)
+  const void* bias;      // forward only: (columns) or null
+  void* y;               // forward only: (rows, columns)
+  float* stats;          // (2, rows): mean and rstd of each row; written by forward, read by backward
+  const void* dy;        // backward only: (rows, columns)
+  const void* dz;        // backward only: (rows, columns), the gradient of z where it was an output, or null
+  void* dx;              // backward only: (rows, columns), or null if p is 0: it equals dresidual then
+  void* dresidual;       // backward only: (rows, columns), the gradient of z; null if only dx is wanted
+  void* dweight;         // backward only: (columns)
+  void* dbias;           // backward only: (columns) or null
+  void* dx_bias;         // backward only: (columns) or null
+  int64_t rows, columns;
+  uint64_t key;  // of the dropout
+  float p, eps;
+  int32_t rms, dtype, x_bias_dtype, weight_dtype, bias_dtype, threads;
+} stoker_layer_norm_call;
+
+STOKER_API int32_t stoker_layer_norm_forward(const stoker_layer_norm_call* call);
+STOKER_API int32_t stoker_layer_norm_backward(const stoker_layer_norm_call* call);
+
+// --- Activations ---------------------------------------------------------------------------------------------------------
+
+enum stoker_activation {
+  STOKER_GELU = 0,       // x Phi(x)
+  STOKER_GELU_TANH = 1,  // the approximation by tanh
+  STOKER_RELU = 2,
+  STOKER_SILU = 3,  // x sigmoid(x)
+};
+
+// y = act(x + x_bias), and if `gated` times (up + up_bias). The fields with "up" count only if gated.
+typedef struct stoker_activation_call {
+  const void* x;        // (rows, columns), rows x_stride apart
+  const void* up;       // (rows, columns), rows up_stride apart
+  const void* x_bias;   // (columns) or null
+  const void* up_bias;  // (columns) or null
+  void* y;              // forward only: (rows, columns)
+  const void* dy;       // backward only: (rows, columns)
+  void* dx;             // backward only: (rows, columns), rows dx_stride apart
+  void* dup;            // backward only: (rows, columns), rows dup_stride apart
+  void* dx_bias;        // backward only: (columns) or null
+  void* dup_bias;       // backward only: (columns) or null
+  int64_t x_stride, up_stride, dx_stride, dup_stride, rows, columns;
+  int32_t kind, gated, dtype, bias_dtype, threads;  // kind: stoker_activation
+} stoker_activation_call;
+
+STOKER_API int32_t stoker_activation_forward(const stoker_activation_call* call);
+STOKER_API int32_t stoker_activation_backward(const stoker_activation_call* call);
+
+// --- Embeddings ----------------------------------------------------------------------------------------------------------
+
+// Rows of one table, and the gradient of the table.
+typedef struct stoker_embedding_call {
+  const int64_t* ids;  // (tokens)
+  const void* table;   // lookup only: (rows, columns) of table_dtype
+  void* y;             // lookup only: (tokens, columns) of table_dtype
+  const void* dy;      // scatter only: (tokens, columns) of dtype
+  void* dtable;        // scatter only: (rows, columns) of table_dtype, written in full
+  int64_t tokens, rows, columns;
+  int64_t skip;       // scatter only: a row that gets no gradient, or -1
+  int64_t bad_token;  // result of lookup with STOKER_BAD_INDEX: the first token whose id is not a row
+  int32_t dtype, table_dtype, threads;
+} stoker_embedding_call;
+
+// y[token] = table[ids[token]].
+STOKER_API int32_t stoker_embedding_lookup(stoker_embedding_call* call);
+
+// dtable[row] = the sum of dy over the tokens with that id, in their order; 0 where there is none. Ids must be in range.
+STOKER_API int32_t stoker_embedding_scatter(const stoker_embedding_call* call);
+
+// z = sum of table_k[ids_k];  y = dropout((z - mean) * rstd * weight + bias).
+typedef struct stoker_embedding_norm_call {
+  const int64_t* ids[3];  // (tokens) each, null where there is no such table; the first is always there
+  const void* tables[3];  // (table_rows[k], columns) of table_dtype, null as ids
+  int64_t table_rows[3];  // forward only
+  const void* weight;     // (columns)
+  const void* bias;       // forward only: (columns) or null
+  void* y;                // forward only: (tokens, columns) of dtype
+  float* stats;           // (2, tokens): mean and rstd; written by forward, read by backward
+  const void* dy;         // backward only: (tokens, columns) of dtype
+  float* dz;              // backward only: (tokens, columns), the gradient of z, for stoker_embedding_scatter
+  void* dweight;          // backward only: (columns)
+  void* dbias;            // backward only: (columns) or null
+  int64_t tokens, columns;
+  int64_t bad_table, bad_token;  // result of forward with STOKER_BAD_INDEX: the first id that is not a row, and its table
+  uint64_t key;                  // of the dropout
+  float p, eps;
+  int32_t table_dtype, dtype, weight_dtype, bias_dtype, threads;
+} stoker_embedding_norm_call;
+
+STOKER_API int32_t stoker_embedding_norm_forward(stoker_embedding_norm_call* call);
+STOKER_API int32_t stoker_embedding_norm_backward(const stoker_embedding_norm_call* call);
+
+// --- Cross entropy -------------------------------------------------------------------------------------------------------
+
+// loss = log(sum_j exp(logits_j)) - logits_label for each row; rows whose label is `ignore` have loss 0 and gradient 0.
+typedef struct stoker_cross_entropy_call {
+  const void* logits;     // (rows, columns)
+  const int64_t* labels;  // (rows)
+  float* loss;            // forward only: (rows)
+  float* stats;           // (2, rows): maximum, and log of the sum; written by forward, read by backward
+  double* totals;         // forward only: (2): the sum of the losses, and how many rows have a label
+  const float* scales;    // backward only: (rows), the gradient of each row's loss
+  void* dlogits;          // backward only: (rows, columns)
+  int64_t rows, columns, ignore;
+  int64_t bad_row;  // result of forward with STOKER_BAD_INDEX: the first row whose label is neither a column nor `ignore`
+  int32_t dtype, threads;
+} stoker_cross_entropy_call;
+
+STOKER_API int32_t stoker_cross_entropy_forward(stoker_cross_entropy_call* call);
+STOKER_API int32_t stoker_cross_entropy_backward(const stoker_cross_entropy_call* call);
+
+// Loss (rows) and gradient of fp32 logits (rows, columns) in one pass; every label (rows) must be a column. With `scales`
+// (rows), not null, the gradient replaces the logits.
+STOKER_API int32_t stoker_cross_entropy_block(float* logits, const int64_t* labels, const float* scales, float* loss,
+                                              int64_t rows, int64_t columns, int32_t threads);
+
+// --- Attention -----------------------------------------------------------------------------------------------------------
+
+// out = dropout(softmax(scale * q k^T + bias)) v within each sequence; sequences lie end to end without padding. heads is a
+// multiple of kv_heads. With cosine and sine, q and k are rotated as they are read, and their gradients rotated back.
+typedef struct stoker_attention_call {
+  const void* q;        // (tokens, heads, head_size), by the strides below; the last dimension is dense
+  const void* k;        // (tokens, kv_heads, head_size), likewise
+  const void* v;        // as k
+  void* out;            // (tokens, heads, head_size), dense; written by forward, read by backward
+  float* lse;           // (tokens, heads): log of the sum of exponentials; written by forward, read by backward
+  const void* dout;     // backward only: as out
+  void* dq;             // backward only: strides as q
+  void* dk;             // backward only: strides as k
+  void* dv;             // backward only: strides as v
+  const float* bias;    // (heads, bias_length, bias_length) or null
+  float* dbias;         // backward only: (bias_groups, heads, bias_length, bias_length), zeroed by the caller, or null
+  float* dq_parts;      // backward only: (key chunks, tokens, heads, head_size); null if no sequence exceeds a key chunk
+  const float* cosine;  // (tokens, head_size / 2) or null
+  const float* sine;    // as cosine
+  const int64_t* starts;  // (sequences + 1) cumulative lengths, from 0
+  int64_t sequences, heads, kv_heads, head_size, bias_length, bias_groups;
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
+  int64_t left, right;  // how many keys before and after its own position a query sees
+  uint64_t key;         // of the dropout
+  float scale, p;
+  int32_t dtype, threads;
+} stoker_attention_call;
+
+// Keys per key chunk, for the size of dq_parts: a sequence has ceil(length / this) of them.
+STOKER_API int64_t stoker_attention_key_chunk(void);
+
+STOKER_API int32_t stoker_attention_forward(const stoker_attention_call* call);
+STOKER_API int32_t stoker_attention_backward(const stoker_attention_call* call);
+
+// --- Products ------------------------------------------------------------------------------------------------------------
+
+// A matrix: element (i, j) is data[i * row_stride + j * column_stride], and one of the strides is 1.
+typedef struct stoker_operand {
+  const void* data;
+  int64_t row_stride, column_stride;
+  int32_t dtype;
+} stoker_operand;
+
+// c = sum over the terms of a_t b_t, plus bias. Several terms are the gradient of an input that several weights share.
+typedef struct stoker_product_call {
+  const stoker_operand* a;  // (terms) matrices of (rows, depths[t])
+  const stoker_operand* b;  // (terms) matrices of (depths[t], columns)
+  const int64_t* depths;    // (terms)
+  void* c;                  // (rows, columns) of c_dtype, rows c_stride apart
+  const void* bias;         // (columns) or null
+  const void* sgemm;        // cblas_sgemm of a BLAS with 32-bit integers, called by every thread; null: the own engine
+  int64_t terms, rows, columns, c_stride;
+  int32_t c_dtype, bias_dtype, threads;
+} stoker_product_call;
+
+STOKER_API int32_t stoker_product(const stoker_product_call* call);
+
+// sums (columns) = the sums of the columns of x (rows, columns), rows row_stride apart.
+STOKER_API int32_t stoker_column_sums(const void* x, int64_t row_stride, int64_t rows, int64_t columns, float* sums,
+                                      int32_t dtype, int32_t threads);
+
+// --- Gradient clipping ---------------------------------------------------------------------------------------------------
+
+// Writes to *norm the Euclidean norm of `count` dense fp32 tensors, taken as one vector. sizes: elements of each.
+STOKER_API int32_t stoker_gradient_norm(const float* const* tensors, const int64_t* sizes, int64_t count, double* norm,
+                                        int32_t threads);
+
+// Multiplies them all by `factor`, in place.
+STOKER_API int32_t stoker_scale_gradients(float* const* tensors, const int64_t* sizes, int64_t count, float factor,
+                                          int32_t threads);
+
+// --- Collectives through shared memory -----------------------------------------------------------------------------------
+//
+// A group is the ranks of one host, and the handle one rank's seat in it: opaque, made by create or attach, to be given to
+// destroy. One thread at a time may call collectives of a handle; abort may be called from any thread. Collectives return a
+// stoker_comm_code, and stoker_comm_error() says in a sentence what went wrong.
+
+enum stoker_comm_code {
+  STOKER_COMM_OK = 0,
+  STOKER_COMM_TIMEOUT = 1,   // a rank has not come in time
+  STOKER_COMM_DEAD = 2,      // a rank has died or left
+  STOKER_COMM_DISAGREE = 3,  // the ranks have called different collectives
+  STOKER_COMM_ABORTED = 4,   // a rank has given up
+  STOKER_COMM_ARGUMENT = 5,  // an argument that makes no sense
+  STOKER_COMM_SYSTEM = 6,    // the operating system refuses, or there is no memory
+};
+
+// Named like torch.distributed.ReduceOp.
+enum stoker_reduction {
+  STOKER_SUM = 0,
+  STOKER_AVG = 1,
+  STOKER_PRODUCT = 2,
+  STOKER_MIN = 3,
+  STOKER_MAX = 4,
+  STOKER_BAND = 5,
+  STOKER_BOR = 6,
+  STOKER_BXOR = 7,
+};
+
+// A group of `ranks`, and the seat of `rank` in it. Slots are whole pages with at least 64 bytes per rank. `named`: a POSIX
+// shared memory object instead of a memfd. Null if that fails; stoker_comm_opening_error() says why.
+STOKER_API void* stoker_comm_create(int32_t ranks, int32_t rank, int64_t slot_bytes, int32_t named);
+
+// The seat of `rank` in the group that lies at `address`; null if that fails.
+STOKER_API void* stoker_comm_attach(const char* address, int32_t rank);
+
+// Why the last create or attach of this thread failed. Valid until the next one.
+STOKER_API const char* stoker_comm_opening_error(void);
+
+// Where other processes attach. Valid as long as the handle.
+STOKER_API const char* stoker_comm_address(void* group);
+
+// 1 once all ranks are attached, else 0.
+STOKER_API int32_t stoker_comm_complete(void* group);
+
+// Removes the address: from now on nobody can attach.
+STOKER_API void stoker_comm_seal(void* group);
+
+// Leaves the group and frees the handle.
+STOKER_API void stoker_comm_destroy(void* group);
+
+// Ends every collective of the group, on all ranks, with STOKER_COMM_ABORTED and the reason `why`.
+STOKER_API void stoker_comm_abort(void* group, const char* why);
+
+// Why the last collective of this handle failed. Valid until the next one.
+STOKER_API const char* stoker_comm_error(void* group);
+
+// How long a collective waits for another rank, in seconds.
+STOKER_API void stoker_comm_timeout(void* group, double seconds);
+
+// The numbers (one per rank) by which errors call the ranks.
+STOKER_API void stoker_comm_names(void* group, const int64_t* ranks);
+
+// Seconds this rank has spent waiting; for_rank (one per rank, or null) gets them by the rank waited for.
+STOKER_API double stoker_comm_waited(void* group, double* for_rank);
+
+// data = op over the data of all ranks, in place: on rank `root`, or on all if root is -1. On other ranks data is undefined.
+STOKER_API int32_t stoker_comm_allreduce(void* group, void* data, int64_t count, int32_t dtype, int32_t op, int32_t root);
+
+// Rank r gets in `to` the op over sources[r] of all ranks. counts: elements of each source.
+STOKER_API int32_t stoker_comm_reduce_scatter(void* group, const void* const* sources, void* to, const int64_t* counts,
+                                              int32_t dtype, int32_t op);
+
+// Every rank gets in to[r] the source of rank r. bytes: the length of each.
+STOKER_API int32_t stoker_comm_allgather(void* group, const void* source, void* const* to, const int64_t* bytes);
+
+// Every rank gets the data of rank `root`.
+STOKER_API int32_t stoker_comm_broadcast(void* group, void* data, int64_t bytes, int32_t root);
+
+// Rank `root` gets in to[r] the source of rank r; `to` may be null on the other ranks.
+STOKER_API int32_t stoker_comm_gather(void* group, const void* source, void* const* to, int64_t bytes, int32_t root);
+
+// Rank r gets in `to` what rank `root` has in sources[r]; `sources` may be null on the other ranks.
+STOKER_API int32_t stoker_comm_scatter(void* group, const void* const* sources, void* to, int64_t bytes, int32_t root);
+
+// Rank r gets in to[s] what rank s has in sources[r]. sent and received: bytes for and from each rank.
+STOKER_API int32_t stoker_comm_alltoall(void* group, const void* const* sources, const int64_t* sent, void* const* to,
+                                        const int64_t* received);
+
+// Returns when all ranks have called it.
+STOKER_API int32_t stoker_comm_barrier(void* group);
