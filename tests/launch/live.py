@@ -38,8 +38,8 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**kept, "XDG_CONFIG_HOME": "/nonexistent", "HF_HOME": "/nonexistent", **(more or {})}
 
 
-def launch(
-    *words: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 120
+def launch(  # 400 s: the first launch with `ccl` compiles its backend, perhaps on busy cores
+    *words: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 400
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*STOKER, "launch", *words],
