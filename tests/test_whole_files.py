@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.hf.checkpoints import tidy
+from stoker.hf.checkpointing.folders import tidy
 from stoker.whole_files import write_text
 
 # Writes into a file system of a few kilobytes: a limit of the process stands in for it.

@@ -175,16 +175,16 @@ def _die() -> None:
 
 def _remember_published(folder: Path) -> None:
     """From here on, a checkpoint that `publish` has returned from is on record, and must not be lost."""
-    from stoker.hf import checkpoints
+    from stoker.hf.checkpointing import folders
 
-    original = checkpoints.publish
+    original = folders.publish
 
     def publish(written: Path, target: Path, *rest: Any, **named: Any) -> None:
         original(written, target, *rest, **named)
         with open(folder / "published", "a", encoding="utf-8") as file:
             file.write(f"{target.name}\n")
 
-    checkpoints.publish = publish
+    folders.publish = publish
 
 
 def _judge(code: int | None, folder: Path, allowed: tuple[int, ...]) -> list[str]:
@@ -201,7 +201,7 @@ def _checkpoints(fork: Fork, folder: Path) -> list[str]:
     target = folder / "seen.json"
 
     def look() -> int:
-        from stoker.hf import checkpoints
+        from stoker.hf.checkpointing import folders
 
         copy = folder / "copy"
         shutil.rmtree(copy, ignore_errors=True)
@@ -210,11 +210,11 @@ def _checkpoints(fork: Fork, folder: Path) -> list[str]:
             shutil.copytree(out, copy)
         else:
             copy.mkdir()
-        checkpoints.tidy(copy)
-        broken = {path.name: checkpoints.why_unusable(path) for path in checkpoints.all_checkpoints(copy)}
-        last = checkpoints.last_good(copy)
+        folders.tidy(copy)
+        broken = {path.name: folders.why_unusable(path) for path in folders.all_checkpoints(copy)}
+        last = folders.last_good(copy)
         told = {
-            "last": checkpoints.step_of(last) if last else 0,
+            "last": folders.step_of(last) if last else 0,
             "broken": {name: why for name, why in broken.items() if why},
         }
         target.write_text(json.dumps(told))

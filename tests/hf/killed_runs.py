@@ -25,8 +25,7 @@ torch.set_num_threads(1)  # a process with running OpenMP threads cannot be fork
 import tiny  # noqa: E402
 
 import stoker.hf.trainer  # noqa: E402, F401  imported here, once, not in every fork
-from stoker.hf import checkpoints  # noqa: E402
-from stoker.hf.checkpointing import manifest  # noqa: E402
+from stoker.hf.checkpointing import folders, manifest  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
     "save_total_limit": 2,
@@ -87,7 +86,7 @@ def _train(folder: Path, kill: str | None, settings: dict[str, Any]) -> None:
             _kill_in_manifest(int(at))
         else:
             _signal_in_step(trainer, int(at), signal.SIGKILL if kind == "step" else signal.Signals[kind])
-    last = checkpoints.last_good(folder)
+    last = folders.last_good(folder)
     with open(folder / "begun.txt", "a") as begun:
         print(last.name if last else "start", file=begun)
     trainer.train(resume_from_checkpoint=str(last) if last else None)

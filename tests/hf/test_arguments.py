@@ -15,7 +15,7 @@ from transformers import HfArgumentParser
 from stoker.errors import UserError
 from stoker.hf import arguments as module
 from stoker.hf.arguments import TrainingArguments
-from stoker.hf.backend import choose
+from stoker.hf.ddp_backend import choose
 from stoker.hf.retired import RETIRED, retired
 
 

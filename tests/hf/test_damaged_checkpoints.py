@@ -15,8 +15,7 @@ import transformers
 
 from hf import tiny
 from stoker.errors import UserError
-from stoker.hf import checkpoints, resume
-from stoker.hf.checkpointing import choice, manifest
+from stoker.hf.checkpointing import choice, folders, manifest, run_facts
 
 SETTINGS: dict[str, Any] = {"max_steps": 4, "save_steps": 2}
 FILES = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
@@ -67,7 +66,7 @@ def test_any_damage_to_any_file_is_noticed_and_the_older_checkpoint_is_taken(
     assert choice.newest_whole(run) == run / "checkpoint-4"
     damage(run / "checkpoint-4" / name)
     with caplog.at_level("WARNING", logger="stoker"):
-        assert choice.newest_whole(run) == checkpoints.last_good(run) == run / "checkpoint-2"
+        assert choice.newest_whole(run) == folders.last_good(run) == run / "checkpoint-2"
     assert f"{run / 'checkpoint-4'} is skipped because it cannot be resumed from: {name} " in caplog.text
 
 
@@ -83,9 +82,9 @@ def test_without_a_manifest_damage_is_noticed_by_the_structure_of_the_files(
     run: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     (run / "checkpoint-4" / manifest.NAME).unlink()
-    assert checkpoints.why_unusable(run / "checkpoint-4") is None
+    assert folders.why_unusable(run / "checkpoint-4") is None
     damage(run / "checkpoint-4" / name)
-    reason = checkpoints.why_unusable(run / "checkpoint-4")
+    reason = folders.why_unusable(run / "checkpoint-4")
     assert reason is not None
     assert reason.startswith(name)
 
@@ -161,7 +160,7 @@ def test_an_optimizer_that_cannot_go_on_from_the_state_of_another_is_refused(run
 
 def test_an_optimizer_with_the_same_state_goes_on(run: Path) -> None:
     trainer = tiny.trainer(run, **{**SETTINGS, "max_steps": 6, "optim": "adamw_torch"})
-    before = (resume.read(run / "checkpoint-4") or {})["run"]["optimizer"]
+    before = (run_facts.read(run / "checkpoint-4") or {})["run"]["optimizer"]
     other = "adamw_torch_fused" if before == "adamw_torch" else "adamw_torch"
     trainer.args.optim = transformers.training_args.OptimizerNames(other)
     trainer.train(resume_from_checkpoint=True)
@@ -172,8 +171,8 @@ def test_an_optimizer_with_the_same_state_goes_on(run: Path) -> None:
 def test_facts_of_a_run_that_are_none_are_left_out_of_the_comparison(run: Path, content: str) -> None:
     checkpoint = run / "checkpoint-4"
     (checkpoint / manifest.NAME).unlink()
-    (checkpoint / resume.NAME).write_text(content)
-    assert resume.check(checkpoint, {"model": {"shapes": "a"}, "data": {"rows": 1}, "run": {"seed": 1}}) == []
+    (checkpoint / run_facts.NAME).write_text(content)
+    assert run_facts.check(checkpoint, {"model": {"shapes": "a"}, "data": {"rows": 1}, "run": {"seed": 1}}) == []
 
 
 def test_files_that_resuming_does_not_read_may_be_changed_and_deleted(run: Path) -> None:
@@ -181,7 +180,7 @@ def test_files_that_resuming_does_not_read_may_be_changed_and_deleted(run: Path)
     (checkpoint / "training_args.bin").unlink()
     (checkpoint / "config.json").write_text("{}")
     (checkpoint / "notes.txt").write_text("the good one")
-    assert checkpoints.why_unusable(checkpoint) is None
+    assert folders.why_unusable(checkpoint) is None
 
 
 def test_a_checkpoint_of_stock_transformers_is_resumed(tree_path: Path) -> None:
@@ -206,21 +205,21 @@ def test_shards_and_adapters_are_in_the_manifest_and_checked_without_one(run: Pa
     shutil.copy(run / "checkpoint-2" / "model.safetensors", checkpoint / "second" / "adapter_model.safetensors")
     shards = sorted(path.name for path in checkpoint.glob("model-*.safetensors"))
     assert len(shards) > 1
-    checkpoints.seal_again(checkpoint)
+    folders.seal_again(checkpoint)
     listed = json.loads((checkpoint / manifest.NAME).read_text())["files"]
     assert {*shards, "model.safetensors.index.json", "second/adapter_model.safetensors"} <= set(listed)
-    assert checkpoints.why_unusable(checkpoint) is None
+    assert folders.why_unusable(checkpoint) is None
     for damaged in (shards[-1], "second/adapter_model.safetensors"):
         kept = (checkpoint / damaged).read_bytes()
         truncate(checkpoint / damaged)
-        assert str(checkpoints.why_unusable(checkpoint)).startswith(damaged)
+        assert str(folders.why_unusable(checkpoint)).startswith(damaged)
         (checkpoint / damaged).write_bytes(kept)
     (checkpoint / manifest.NAME).unlink()
-    assert checkpoints.why_unusable(checkpoint) is None
+    assert folders.why_unusable(checkpoint) is None
     truncate(checkpoint / shards[-1])
-    assert str(checkpoints.why_unusable(checkpoint)).startswith(shards[-1])
+    assert str(folders.why_unusable(checkpoint)).startswith(shards[-1])
     (checkpoint / shards[-1]).unlink()
-    assert f"names {shards[-1]}, which is missing" in str(checkpoints.why_unusable(checkpoint))
+    assert f"names {shards[-1]}, which is missing" in str(folders.why_unusable(checkpoint))
 
 
 def test_a_run_with_adapters_goes_on_from_the_older_checkpoint(tree_path: Path) -> None:
@@ -294,4 +293,4 @@ def test_archives_written_without_checksums_are_not_taken_for_damaged(run: Path)
         torch.save({"state": torch.arange(100)}, checkpoint / "optimizer.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert checkpoints.why_unusable(checkpoint) is None
+    assert folders.why_unusable(checkpoint) is None

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from hf import tiny
-from stoker.hf import checkpoints
+from stoker.hf.checkpointing import folders
 
 
 class Press(transformers.TrainerCallback):
@@ -119,8 +119,8 @@ def test_after_an_interrupt_the_same_trainer_trains_and_evaluates_again(tree_pat
     assert trainer._interrupts.received is None
     assert not trainer.is_in_train
     trainer.remove_callback(press)
-    before = checkpoints.all_checkpoints(tree_path)
+    before = folders.all_checkpoints(tree_path)
     trainer.evaluate()
-    assert checkpoints.all_checkpoints(tree_path) == before
+    assert folders.all_checkpoints(tree_path) == before
     trainer.train()
     assert trainer.state.global_step == 4

@@ -7,7 +7,7 @@ import os
 import zipfile
 from pathlib import Path
 
-from stoker.hf.restart import checkpoint_to_go_on_from
+from stoker.hf.checkpointing.restart import checkpoint_to_go_on_from
 from stoker.report.log import NAME
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf import tiny
-from stoker.hf import resume
-from stoker.hf.resume import data_facts
+from stoker.hf.checkpointing import run_facts
+from stoker.hf.checkpointing.run_facts import data_facts
 
 RAGGED = [[[1, 2, 3], [4, 5]], [[6], [7, 8, 9]]]
 
@@ -51,14 +51,14 @@ class Chance(tiny.TinyData):
 
 
 def test_rows_made_at_random_are_the_same_data_and_move_no_random_numbers() -> None:
-    before = resume.random_numbers()
+    before = run_facts.random_numbers()
     first = data_facts(Chance())
     torch.rand(3)
     assert data_facts(Chance()) == first
     assert "sample" in first
-    with resume.aside(before):
+    with run_facts.aside(before):
         expected = torch.rand(2), random.random(), np.random.rand()
-    with resume.aside(before):
+    with run_facts.aside(before):
         data_facts(Chance())
         found = torch.rand(2), random.random(), np.random.rand()
     assert torch.equal(found[0], expected[0])
@@ -79,8 +79,8 @@ def test_training_on_random_rows_reads_them_for_the_facts_once_and_resumes_witho
     tree_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings: dict[str, Any] = {"max_steps": 4, "save_steps": 1}
-    original, reads = resume._sample, []
-    monkeypatch.setattr(resume, "_sample", lambda *args: reads.append(args) or original(*args))
+    original, reads = run_facts._sample, []
+    monkeypatch.setattr(run_facts, "_sample", lambda *args: reads.append(args) or original(*args))
     tiny.trainer(tree_path, data=Chance(), **settings).train()
     assert len(reads) == 1
     with caplog.at_level("WARNING", logger="stoker"):

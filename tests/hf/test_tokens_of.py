@@ -10,8 +10,8 @@ import torch
 
 from hf.tiny import tiny_model
 from stoker.hf import distributed
-from stoker.hf.distributed import tokens_of
 from stoker.hf.meter import Meter, Work
+from stoker.hf.ranks import tokens_of
 
 LENGTHS = [3, 1, 7, 5]
 

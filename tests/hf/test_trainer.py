@@ -14,15 +14,14 @@ import transformers
 
 from hf import tiny
 from stoker.errors import UserError
-from stoker.hf import checkpoints
-from stoker.hf.checkpointing import command
+from stoker.hf.checkpointing import command, folders
 from stoker.hf.meter import Meter, Work, training_flops
 from stoker.hf.trainer import NonFiniteLoss
 from stoker.report.log import read_run
 
 
 def names(folder: Path) -> list[str]:
-    return [path.name for path in checkpoints.all_checkpoints(folder)]
+    return [path.name for path in folders.all_checkpoints(folder)]
 
 
 def test_a_run_logs_its_figures_and_saves_in_the_layout_of_transformers(tree_path: Path) -> None:
@@ -97,7 +96,7 @@ def test_a_nan_loss_stops_and_names_step_and_examples(tree_path: Path, accumulat
     assert f"the loss is nan at step {step}" in str(stop.value)
     assert "row-20" in str(stop.value)
     assert str(stop.value).count("row-") == 4
-    good = checkpoints.last_good(tree_path)
+    good = folders.last_good(tree_path)
     assert good == tree_path / f"checkpoint-{step - 1}"
     assert f"the last good checkpoint is {good}" in str(stop.value)
     weights = transformers.BertForSequenceClassification.from_pretrained(good).state_dict()
@@ -250,7 +249,7 @@ def test_a_really_full_disk_is_one_sentence(tmp_path: Path) -> None:
     try:
         with pytest.raises(UserError, match="is full"):
             tiny.trainer(disk / "out", max_steps=9, save_steps=1).train()
-        good = checkpoints.last_good(disk / "out")
+        good = folders.last_good(disk / "out")
         assert good is not None
         assert not list((disk / "out").glob(".checkpoint*"))
     finally:
@@ -297,7 +296,7 @@ def test_a_broken_checkpoint_is_passed_over_for_the_last_good_one(
     tiny.trainer(tree_path, max_steps=4, save_steps=2).train()
     (tree_path / "checkpoint-4" / "trainer_state.json").write_text("{")
     with caplog.at_level("WARNING", logger="stoker"):
-        assert checkpoints.last_good(tree_path) == tree_path / "checkpoint-2"
+        assert folders.last_good(tree_path) == tree_path / "checkpoint-2"
     assert (
         "checkpoint-4 is skipped because it cannot be resumed from: its trainer_state.json cannot be read"
         in caplog.text

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stoker.comm.waiting import verdicts
-from stoker.hf.distributed import Ranks
+from stoker.hf.ranks import Ranks
 
 
 def told(waits: list[list[float]], seconds: float = 0.3) -> dict[str, float]:

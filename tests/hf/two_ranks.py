@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny
 import torch
 
-from stoker.hf import checkpoints
+from stoker.hf.checkpointing import folders
 
 torch.set_num_threads(1)
 
@@ -32,7 +32,7 @@ def main() -> None:
             return original(*args, **named)
 
         trainer.compute_loss = compute_loss
-    trainer.train(resume_from_checkpoint=bool(checkpoints.all_checkpoints(folder)))
+    trainer.train(resume_from_checkpoint=bool(folders.all_checkpoints(folder)))
     metrics = trainer.evaluate()
     if trainer.is_world_process_zero():
         total = sum(float(p.double().sum()) for p in trainer.model.parameters())

@@ -13,9 +13,9 @@ import pytest
 from live import HOSTILE, environment
 
 from stoker.hf.checkpointing import command
-from stoker.launch import resume
 from stoker.launch.options import Options
 from stoker.launch.settings import Settings
+from stoker.launch.start import with_launch
 from stoker.report.log import read_run
 
 SCRIPT = str(Path(__file__).resolve().parent.parent / "comm" / "elastic_script.py")
@@ -118,9 +118,9 @@ def test_a_launch_from_python_is_put_into_words(monkeypatch: pytest.MonkeyPatch)
         sys, "argv", ["/x/stoker/__main__.py", "launch", "-n", "2", "-m", "pack.train", "--output_dir", "o"]
     )
     head = (sys.executable, "-m", "stoker", "launch")
-    assert resume.with_launch(Settings(), options).launched == (*head, "-n", "2", "-m", "pack.train")
+    assert with_launch(Settings(), options).launched == (*head, "-n", "2", "-m", "pack.train")
     monkeypatch.setattr(sys, "argv", ["/x/stoker/__main__.py", "something", "else"])
-    settings = resume.with_launch(Settings(), options, tells=True)
+    settings = with_launch(Settings(), options, tells=True)
     assert settings.launched == (*head, "-m", "pack.train")
     assert Settings.from_word(settings.to_word()) == settings
 
@@ -139,12 +139,12 @@ def checkpoint(folder: Path, step: int) -> Path:
 def test_a_failed_launch_names_the_checkpoint_of_its_own_run(tmp_path: Path) -> None:
     words = ["stoker", "launch", "-n", "2", "s.py"]
     arguments = ["--output_dir", str(tmp_path), "--overwrite_output_dir"]
-    assert resume.command(words, arguments) is None
+    assert command.after_failed_launch(words, arguments) is None
     old = checkpoint(tmp_path, 500)
-    assert f"--resume_from_checkpoint {old}" in str(resume.command(words, arguments))
+    assert f"--resume_from_checkpoint {old}" in str(command.after_failed_launch(words, arguments))
     os.utime(old / "trainer_state.json", (100.0, 100.0))
     (tmp_path / "run.jsonl").write_text(json.dumps({"kind": "start", "time": 5000.0}) + "\n")
-    assert resume.command(words, arguments) is None
+    assert command.after_failed_launch(words, arguments) is None
     mine = checkpoint(tmp_path, 5)
     line = f"stoker launch -n 2 s.py --output_dir {tmp_path} --resume_from_checkpoint {mine}"
-    assert str(resume.command(words, arguments)).strip() == line
+    assert str(command.after_failed_launch(words, arguments)).strip() == line

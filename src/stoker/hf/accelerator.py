@@ -16,7 +16,7 @@ from accelerate.accelerator import Accelerator as _Stock
 from torch import nn
 
 from stoker.comm.words import check_words, from_environment, without_use
-from stoker.hf.backend import choose
+from stoker.hf.ddp_backend import choose
 from stoker.numbers import whole_number
 
 __all__ = ["Accelerator", "clip_in_one_pass"]
@@ -75,7 +75,7 @@ class Accelerator(_Stock):  # type: ignore[misc]
             if models and (asked := without_use(compression, every)):
                 log.warning("%s: without effect, for there is one process, or it is not on the CPU", asked)
             return super().prepare(*args, **named)
-        from stoker.hf.distributed import configure_ddp, without_ddp
+        from stoker.hf.ranks import configure_ddp, without_ddp
 
         if every:
             without_ddp(self)

@@ -16,7 +16,7 @@ import transformers
 
 from stoker.comm.words import COMPRESSIONS, check_words, from_environment
 from stoker.errors import UserError
-from stoker.hf.backend import choose
+from stoker.hf.ddp_backend import choose
 from stoker.hf.retired import RETIRED, Retired
 from stoker.numbers import whole_number
 

@@ -92,7 +92,7 @@ def _ipex_launch(module: ModuleType, say: Say) -> None:
 
 def _ccl(module: ModuleType, say: Say) -> None:
     from stoker.comm import cwd
-    from stoker.hf.backend import alias_ccl
+    from stoker.hf.ddp_backend import alias_ccl
 
     vars(module)["cwd"] = cwd  # scripts source "$cwd/env/setvars.sh"
     note = alias_ccl()

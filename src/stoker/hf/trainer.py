@@ -24,16 +24,15 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
 from stoker.errors import UserError, first_line
-from stoker.hf import checkpoints, resume
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.batches import EpochBatches, lengths_of
-from stoker.hf.checkpointing import choice, command, lock
-from stoker.hf.distributed import Ranks, averages_own_loss
-from stoker.hf.interrupts import Interrupted, Interrupts
+from stoker.hf.checkpointing import choice, command, folders, lock, run_facts
+from stoker.hf.checkpointing.interrupts import Interrupted, Interrupts
+from stoker.hf.checkpointing.restart import Start, checkpoint_to_go_on_from, steps_that_keep_the_batch
 from stoker.hf.meter import Meter
 from stoker.hf.publish import PublishingTrainer
+from stoker.hf.ranks import Ranks, averages_own_loss
 from stoker.hf.record import Recorder
-from stoker.hf.restart import Start, checkpoint_to_go_on_from, steps_that_keep_the_batch
 from stoker.hf.watch import Watch
 from stoker.model.sequences import counting
 
@@ -65,7 +64,7 @@ class Trainer(PublishingTrainer):
         self._epoch_began = (0, 0)
         """The epoch that is being computed, and the step before its first one here."""
         self._data_facts: dict[str, Any] = {}
-        self._random_numbers: resume.RandomNumbers | None = None
+        self._random_numbers: run_facts.RandomNumbers | None = None
         """Those of training, while an evaluation draws its own."""
         self._due = False
         """The step just done has an evaluation to come, which a checkpoint written now does not know of."""
@@ -210,7 +209,7 @@ class Trainer(PublishingTrainer):
         return self.ranks.loss_weight(self._epoch_and_position(len(self.ranks.balanced))[1])
 
     def _nan_sentence(self, finding: str) -> str:
-        last = checkpoints.last_good(Path(self._get_output_dir(None)))
+        last = folders.last_good(Path(self._get_output_dir(None)))
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written"
         return f"{finding}; nothing of that step was saved, {kept}; try a lower --learning_rate"
 
@@ -257,9 +256,9 @@ class Trainer(PublishingTrainer):
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         begin = time.perf_counter()
         # Evaluating must not move the random numbers of training, or a resumed run that skips one would differ.
-        self._random_numbers = resume.random_numbers()
+        self._random_numbers = run_facts.random_numbers()
         try:
-            with resume.aside():
+            with run_facts.aside():
                 output = super().evaluation_loop(*args, **named)
         finally:
             self._random_numbers = None
@@ -277,7 +276,7 @@ class Trainer(PublishingTrainer):
         checkpoint = self._goes_on_from
         if checkpoint is None:
             return
-        known = self.args.eval_strategy != "no" and (resume.read(checkpoint) or {}).get("due")
+        known = self.args.eval_strategy != "no" and (run_facts.read(checkpoint) or {}).get("due")
         self._due = self._over = bool(self._of_all(int(bool(known))))
         if self._due:
             self._load_rng_state(str(checkpoint))  # transformers does so later; the checkpoint is written again here
@@ -336,8 +335,8 @@ class Trainer(PublishingTrainer):
         **named: Any,
     ) -> Any:
         folder = Path(self.args.output_dir)
-        self.in_turn(lambda: checkpoints.tidy(folder))
-        self._data_facts = resume.data_facts(self.train_dataset)
+        self.in_turn(lambda: folders.tidy(folder))
+        self._data_facts = run_facts.data_facts(self.train_dataset)
         checkpoint = self._after_restart(folder, start) or self._checkpoint_to_resume(folder, resume_from_checkpoint)
         self._meter = Meter.of(self.model, bf16=self._precision() == torch.bfloat16) if self.model is not None else None
         if self._meter is not None:
@@ -381,7 +380,7 @@ class Trainer(PublishingTrainer):
 
     def _keep_the_batch(self, checkpoint: Path) -> None:
         """With other ranks than before, a step shall still take as many examples: then steps, epochs and rates mean the same."""
-        before = (resume.read(checkpoint) or {}).get("run", {})
+        before = (run_facts.read(checkpoint) or {}).get("run", {})
         args = self.args
         if before.get("processes", args.world_size) == args.world_size:
             return
@@ -404,13 +403,13 @@ class Trainer(PublishingTrainer):
     def _say_what_differs(self, checkpoint: Path) -> None:
         if self.model is None:
             return
-        changed = resume.check(checkpoint, resume.facts_of(self.model, self._data_facts, self.args))
+        changed = run_facts.check(checkpoint, run_facts.facts_of(self.model, self._data_facts, self.args))
         if changed and self.is_world_process_zero():
             log.warning("%s is from a run that differs, so this is not its exact continuation: %s",
                         checkpoint, "; ".join(changed))  # fmt: skip
 
     def _save_rng_state(self, output_dir: str) -> None:
-        with resume.aside(self._random_numbers):
+        with run_facts.aside(self._random_numbers):
             super()._save_rng_state(output_dir)
         self.ranks.save(output_dir)
 
@@ -418,7 +417,7 @@ class Trainer(PublishingTrainer):
         with choice.damage_as_sentence(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.optimizer is not None:
-            resume.require_optimizer(
+            run_facts.require_optimizer(
                 Path(checkpoint), self.optimizer, str(getattr(self.args.optim, "value", self.args.optim))
             )
         self.ranks.load(checkpoint)
@@ -435,17 +434,15 @@ class Trainer(PublishingTrainer):
         self._require_finite_weights(together=True)
         folder = Path(self._get_output_dir(trial))
         target = folder / f"checkpoint-{self.state.global_step}"
-        staged = checkpoints.staging(folder, self.state.global_step)
+        staged = folders.staging(folder, self.state.global_step)
         self.in_turn(lambda: shutil.rmtree(staged, ignore_errors=True))
         try:
             self._write_staged(model, trial, staged, target)
         except BaseException as error:
-            full = isinstance(error, Exception) and checkpoints.disk_is_full(
-                error, folder, _checkpoint_bytes(self.model)
-            )
+            full = isinstance(error, Exception) and folders.disk_is_full(error, folder, _checkpoint_bytes(self.model))
             shutil.rmtree(staged, ignore_errors=True)
             if full:
-                raise UserError(checkpoints.disk_full_sentence(folder, target)) from None
+                raise UserError(folders.disk_full_sentence(folder, target)) from None
             raise
         finally:
             self._staged = None
@@ -470,20 +467,20 @@ class Trainer(PublishingTrainer):
                     self.state.best_model_checkpoint = str(path)
                 self.state.save_to_json(str(written / "trainer_state.json"))
             if self.model is not None and self.train_dataset is not None:
-                facts = resume.facts_of(self.model, self._data_facts, self.args)
-                resume.write(written, {**facts, "due": {"evaluation": True}} if self._due else facts)
+                facts = run_facts.facts_of(self.model, self._data_facts, self.args)
+                run_facts.write(written, {**facts, "due": {"evaluation": True}} if self._due else facts)
         self._wait_for_everyone()
         self.in_turn(lambda: _put_in_place(staged, target))
         if self.args.should_save:
             best_path = self.state.best_model_checkpoint
             keep = [target, *([Path(best_path)] if best_path else [])]
-            checkpoints.rotate(target.parent, self.args.save_total_limit, keep)
+            folders.rotate(target.parent, self.args.save_total_limit, keep)
 
     def seal_again(self) -> None:
         """After everybody's on_save: some callbacks add to the checkpoint, or write its adapters anew."""
         if self.args.should_save:
             folder = Path(self._get_output_dir(self._asked[0]))
-            checkpoints.seal_again(folder / f"checkpoint-{self.state.global_step}")
+            folders.seal_again(folder / f"checkpoint-{self.state.global_step}")
 
     def _load_best_model(self, *args: Any, **named: Any) -> None:
         best = Path(self.state.best_model_checkpoint)
@@ -513,7 +510,7 @@ class Trainer(PublishingTrainer):
             self.args.save_total_limit = limit
 
     def _sorted_checkpoints(self, *args: Any, **named: Any) -> list[str]:
-        # transformers 4 deletes what this names, at that end as well; here `checkpoints.rotate` does.
+        # transformers 4 deletes what this names, at that end as well; here `folders.rotate` does.
         return []
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -529,10 +526,10 @@ class Trainer(PublishingTrainer):
             return
         folder = Path(output_dir or self.args.output_dir)
         try:
-            checkpoints.put_in_place(folder, lambda beside: super(Trainer, self).save_model(str(beside), True))
+            folders.put_in_place(folder, lambda beside: super(Trainer, self).save_model(str(beside), True))
         except Exception as error:
-            if checkpoints.disk_is_full(error, folder, _checkpoint_bytes(self.model)):
-                raise UserError(checkpoints.disk_full_sentence(folder, folder / "model.safetensors")) from None
+            if folders.disk_is_full(error, folder, _checkpoint_bytes(self.model)):
+                raise UserError(folders.disk_full_sentence(folder, folder / "model.safetensors")) from None
             raise
 
     # An orderly end
@@ -592,7 +589,7 @@ class Trainer(PublishingTrainer):
 def _put_in_place(staged: Path, target: Path) -> None:
     # Machines that share a folder find it done by rank 0; those that do not hold their ranks' files only.
     if (staged / target.name).exists():
-        checkpoints.publish(staged / target.name, target)
+        folders.publish(staged / target.name, target)
         shutil.rmtree(staged, ignore_errors=True)
 
 

@@ -10,16 +10,18 @@ from dataclasses import replace
 
 from stoker import streams
 from stoker.errors import UserError
-from stoker.hf.secrets import is_secret
+from stoker.hf.checkpointing import command
+from stoker.hf.secrets import is_secret, without_secrets
 from stoker.launch import config as configuration
-from stoker.launch import elastic, handover, hosts, mpi, resume
+from stoker.launch import elastic, handover, hosts, mpi
 from stoker.launch import plan as planning
 from stoker.launch.environment import Rank, discover
 from stoker.launch.job import silence
 from stoker.launch.options import Options
+from stoker.launch.settings import Settings
 from stoker.machine import Machine
 
-__all__ = ["start"]
+__all__ = ["start", "with_launch"]
 
 
 def start(options: Options) -> int:
@@ -53,7 +55,7 @@ def start(options: Options) -> int:
     for note in plan.notes:
         print(f"stoker: {note}", file=sys.stderr)
     stays = plan.launcher == "torchrun" or plan.mpirun is not None  # this process does not become a rank
-    plan = replace(plan, settings=resume.with_launch(plan.settings, options, tells=stays))
+    plan = replace(plan, settings=with_launch(plan.settings, options, tells=stays))
     if plan.launcher == "single":
         return _become(*handover.rank_command(plan.settings, options.script, options.arguments))
     if plan.launcher == "slurm":
@@ -77,9 +79,24 @@ def start(options: Options) -> int:
 
 def _then_tell(plan: planning.Plan, options: Options, code: int) -> int:
     """How to go on, unless all is done or the command itself was wrong."""
-    if code not in (0, 2):
-        resume.tell(plan.settings.launched, options.arguments)
+    how = command.after_failed_launch(plan.settings.launched, options.arguments) if code not in (0, 2) else None
+    if how is not None:
+        print(f"stoker: to go on from the last checkpoint:\n{how}", file=sys.stderr, flush=True)
     return code
+
+
+def with_launch(settings: Settings, options: Options, *, tells: bool = False, outer: str | None = None) -> Settings:
+    """The settings with what a rank needs in order to print the command, or to leave that to this process (`tells`)."""
+    tells = tells and command.names_output(options.arguments)
+    return replace(settings, launched=_launch_words(options), tells=tells, outer=outer)
+
+
+def _launch_words(options: Options) -> tuple[str, ...]:
+    """This command line up to the script, as it was typed; its secrets are hidden."""
+    typed = sys.argv[1 : len(sys.argv) - len(options.arguments)]
+    if typed[:1] != ["launch"] or [*typed, *options.arguments] != sys.argv[1:]:  # called from Python
+        typed = ["launch", *["-m"] * options.module, options.script]
+    return (*command.program(), *without_secrets(typed))
 
 
 def _say(options: Options, config: configuration.Config, path: object) -> None:
@@ -103,7 +120,7 @@ def _inside(options: Options, config: configuration.Config, rank: Rank) -> int:
         if rank.rank == 0:
             print(f"launcher: {rank.launcher}, already running; {rank.size} processes, this is rank {rank.rank}")
         return 0
-    settings = resume.with_launch(replace(settings, several=True), options, outer=rank.launcher)
+    settings = with_launch(replace(settings, several=True), options, outer=rank.launcher)
     return _become(*handover.rank_command(settings, options.script, options.arguments))
 
 

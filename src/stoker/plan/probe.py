@@ -78,7 +78,7 @@ def steps(told: dict[str, Any]) -> dict[str, float]:
     from torch.nn.parallel import DistributedDataParallel
 
     import stoker
-    from stoker.hf.distributed import BUCKET_MB
+    from stoker.hf.ranks import BUCKET_MB
     from stoker.plan.subject import Subject
 
     subject = Subject(**told["subject"])

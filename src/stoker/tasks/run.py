@@ -15,9 +15,8 @@ from typing import Any
 from rich.console import Console
 
 from stoker.errors import UserError
-from stoker.hf import checkpoints
-from stoker.hf.checkpointing import choice, lock
-from stoker.hf.restart import Start
+from stoker.hf.checkpointing import choice, folders, lock
+from stoker.hf.checkpointing.restart import Start
 from stoker.hf.secrets import without_secrets
 from stoker.hf.trainer import Trainer
 from stoker.machine.rates import Rates
@@ -138,9 +137,9 @@ def resume_point(job: Job, trainer: Trainer) -> Path | None:
     if asked and str(asked).lower() not in {"true", "1", "yes"}:
         return Path(asked)
     if getattr(job.args, "overwrite_output_dir", None) and not asked and not Start.read(folder).again:
-        trainer.in_turn(lambda: checkpoints.remove_all(folder))
+        trainer.in_turn(lambda: folders.remove_all(folder))
         return None
-    trainer.in_turn(lambda: checkpoints.tidy(folder))
+    trainer.in_turn(lambda: folders.tidy(folder))
     found = choice.newest_whole(folder)
     if found is None and asked:
         raise UserError(f"there is no checkpoint to resume from in {folder}")

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from stoker.errors import UserError, first_line
-from stoker.hf import checkpoints
-from stoker.hf.checkpointing import manifest
+from stoker.hf.checkpointing import folders, manifest
 
 __all__ = ["damage_as_sentence", "damaged_weights", "named", "newest_whole", "of_first"]
 
@@ -28,13 +27,13 @@ def newest_whole(folder: Path, since: float | None = None, without: Path | None 
 
     `without` is one whose damage is known already.
     """
-    names = of_first([path.name for path in checkpoints.candidates(folder, since) if path != without])
+    names = of_first([path.name for path in folders.candidates(folder, since) if path != without])
     for checkpoint in (folder / name for name in names):
         reason = _why_unusable(checkpoint)
         if reason is None:
             return checkpoint
         if _is_first():
-            checkpoints.warn_of_skipped(checkpoint, reason)
+            folders.warn_of_skipped(checkpoint, reason)
     return None
 
 
@@ -72,7 +71,7 @@ def damaged_weights(checkpoint: Path) -> str | None:
 
 
 def _why_unusable(checkpoint: Path) -> str | None:
-    return _first_reason(checkpoints.why_unusable(checkpoint, read=_is_first()))
+    return _first_reason(folders.why_unusable(checkpoint, read=_is_first()))
 
 
 def _first_reason(mine: str | None) -> str | None:

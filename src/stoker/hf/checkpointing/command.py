@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stoker.hf.checkpointing import folders
 from stoker.hf.secrets import without_secrets
 
-__all__ = ["Launch", "from_launch", "going_on", "launch", "launched_as", "names_output", "output_of", "program",
-           "resuming"]  # fmt: skip
+__all__ = ["Launch", "after_failed_launch", "from_launch", "going_on", "launch", "launched_as", "names_output", "output_of",
+           "program", "resuming"]  # fmt: skip
 
 _REPLACED = ("__overwrite_output_dir", "__resume_from_checkpoint")
 
@@ -82,6 +83,23 @@ def going_on(words: Sequence[str]) -> list[str]:
             value_follows = False
             kept.append(word)
     return kept
+
+
+def after_failed_launch(words: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """The command that goes on from the last checkpoint of the run that a launch started; None if there is none."""
+    folder = output_of(arguments)
+    found = _last_checkpoint(Path(folder)) if folder else None
+    return from_launch(words, arguments, found) if found is not None else None
+
+
+def _last_checkpoint(folder: Path) -> Path | None:
+    if not folders.all_checkpoints(folder):
+        return None
+    from stoker.hf.checkpointing.restart import (
+        run_began,  # needs torch, which a launcher without a failure need not load
+    )
+
+    return folders.last_good(folder, since=run_began(folder))
 
 
 def names_output(arguments: Sequence[str]) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stoker.hf import restart
-from stoker.hf.restart import Start, steps_that_keep_the_batch
+from stoker.hf.checkpointing import restart
+from stoker.hf.checkpointing.restart import Start, steps_that_keep_the_batch
 
 RANK = {"TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "0"}
 
@@ -45,7 +45,7 @@ def test_the_agent_is_found_above_what_a_rank_has_started(monkeypatch: pytest.Mo
     import subprocess
     import sys
 
-    code = "from stoker.hf import restart; import os; print(restart._agent(os.getpid()))"
+    code = "from stoker.hf.checkpointing import restart; import os; print(restart._agent(os.getpid()))"
     words = ["sh", "-c", f'{sys.executable} -c "$1"; true', "sh", code]
     done = subprocess.run(words, env={**os.environ, **RANK}, capture_output=True, text=True, check=True)
     assert int(done.stdout) == os.getpid()
