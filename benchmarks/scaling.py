@@ -260,8 +260,8 @@ def two_hosts(options: argparse.Namespace, cpus: list[int], size: dict[str, int]
 
 def against_plan(options: argparse.Namespace, middles: dict[str, float], parameters: int) -> None:
     """What `stoker plan` would have said of the two hosts, from the step without communication."""
-    from stoker.plan.model import Network, Node, Setup, predict
-    from stoker.plan.rates import measure_collectives
+    from stoker.plan.cost_model import Network, Node, Setup, predict
+    from stoker.plan.link_rates import measure_collectives
 
     rates = measure_collectives()
     node = Node(step=middles["no communication"], processes=1, parameters=parameters, collectives=rates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -32,7 +33,7 @@ def test_the_wheel_carries_the_native_library_and_the_types(installed: metadata.
     names = {str(file) for file in installed.files or ()}
     assert {"stoker/_native/libstoker-baseline.so", "stoker/_native/stoker.h"} <= names
     assert "stoker/py.typed" in names
-    assert "stoker/report/page.html.jinja" in names
+    assert "stoker/run_report/page.html.jinja" in names
     assert not [name for name in names if name.startswith(("tests", "csrc", "docs"))]
 
 
@@ -72,3 +73,9 @@ def test_importing_stoker_imports_little() -> None:
     code = "import sys; before = set(sys.modules); import stoker; print(len(set(sys.modules) - before))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(answer) < 40
+
+
+def test_no_public_function_shares_its_name_with_a_package() -> None:
+    """Importing a subpackage binds its name in `stoker`, which would hide a function of the same name."""
+    modules = {module.name for module in pkgutil.iter_modules(stoker.__path__)}
+    assert modules.isdisjoint(stoker.__all__)

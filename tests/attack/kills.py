@@ -130,10 +130,10 @@ def _train(task: str, folder: Path, moment: tuple[str, float, float] | None) -> 
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     argv = _argv(task)
     sys.argv = ["stoker", *argv]
-    import stoker.tasks.run
+    import stoker.tasks.training_run
     from stoker.cli import main
 
-    stoker.tasks.run.know_the_machine = lambda say: None  # type: ignore[assignment,return-value]
+    stoker.tasks.training_run.know_the_machine = lambda say: None  # type: ignore[assignment,return-value]
     calls = _Calls(moment)
     _remember_published(folder)
     code = main(argv)

@@ -46,20 +46,20 @@ def stand_in() -> None:
 
     import stoker.hf.trainer
     import stoker.launch.start
-    import stoker.plan.rates
-    import stoker.tasks.demo.run
-    import stoker.tasks.run
-    from stoker.plan.model import Collectives, Node
+    import stoker.plan.link_rates
+    import stoker.tasks.demo.demo_run
+    import stoker.tasks.training_run
+    from stoker.plan.cost_model import Collectives, Node
 
     os.execv = os.execve = lambda *rest: os._exit(0)  # type: ignore[assignment]
     stoker.launch.start.elastic.launch = lambda *rest, **named: 0
     stoker.launch.start.mpi.launch = lambda *rest, **named: 0
     stoker.launch.start.hosts.check_hosts = lambda names, *rest, **named: None
-    stoker.tasks.demo.run.run_demo = lambda options: 0
-    stoker.tasks.run.know_the_machine = lambda say: None  # type: ignore[assignment,return-value]
+    stoker.tasks.demo.demo_run.run_demo = lambda options: 0
+    stoker.tasks.training_run.know_the_machine = lambda say: None  # type: ignore[assignment,return-value]
     collectives = Collectives(1e9, 2e9, 0.1, 0.1, 0.1)
-    stoker.plan.rates.measure_collectives = lambda **named: collectives
-    stoker.plan.rates.measure_node = lambda subject, batch, processes, *rest, **named: Node(
+    stoker.plan.link_rates.measure_collectives = lambda **named: collectives
+    stoker.plan.link_rates.measure_node = lambda subject, batch, processes, *rest, **named: Node(
         step=1.0, processes=processes, parameters=1000, collectives=collectives, cores=2
     )
     _stop_after_two_steps(stoker.hf.trainer.Trainer)

@@ -22,10 +22,10 @@ from stoker.tasks.classify.data import Example, Labels
 from stoker.tasks.classify.features import make_rows
 from stoker.tasks.collate import Collator
 from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, quiet, row_length
-from stoker.tasks.options import ModelOptions
 from stoker.tasks.qa.ask import Asker
 from stoker.tasks.qa.data import Question
 from stoker.tasks.qa.features import make_windows
+from stoker.tasks.training_options import ModelOptions
 
 SEED = seed_of_today()
 TEXT = "The river Ane flows through Torwick, says the oldest chronicle."

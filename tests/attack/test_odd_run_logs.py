@@ -15,9 +15,9 @@ from markupsafe import Markup
 from attack.run_logs import GOOD, MARKUP, not_a_file, variants
 from stoker.cli import main
 from stoker.hf.checkpointing.restart import _is_the_same_run as is_the_same_run
-from stoker.report import page
-from stoker.report.log import NAME, Run, RunLog, read_run
-from stoker.report.page import render
+from stoker.run_report import page
+from stoker.run_report.log import NAME, Run, RunLog, read_run
+from stoker.run_report.page import render
 
 SEED = random.randrange(1 << 32)
 

@@ -46,8 +46,8 @@ def parsers() -> list[argparse.ArgumentParser]:
 
 def _train_parsers() -> Iterator[argparse.ArgumentParser]:
     from stoker.tasks.classify.train import ClassifyOptions
-    from stoker.tasks.options import OptionParser
     from stoker.tasks.qa.train import QaOptions
+    from stoker.tasks.training_options import OptionParser
 
     yield OptionParser("train qa", QaOptions)
     yield OptionParser("train classify", ClassifyOptions)

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 from stoker.hf.checkpointing.restart import checkpoint_to_go_on_from
-from stoker.report.log import NAME
+from stoker.run_report.log import NAME
 
 
 def checkpoint(folder: Path, step: int, time: float) -> Path:

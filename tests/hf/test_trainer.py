@@ -17,7 +17,7 @@ from stoker.errors import UserError
 from stoker.hf.checkpointing import command, folders
 from stoker.hf.meter import Meter, Work, training_flops
 from stoker.hf.trainer import NonFiniteLoss
-from stoker.report.log import read_run
+from stoker.run_report.log import read_run
 
 
 def names(folder: Path) -> list[str]:

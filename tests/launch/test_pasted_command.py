@@ -16,7 +16,7 @@ from stoker.hf.checkpointing import command
 from stoker.launch.options import Options
 from stoker.launch.settings import Settings
 from stoker.launch.start import with_launch
-from stoker.report.log import read_run
+from stoker.run_report.log import read_run
 
 SCRIPT = str(Path(__file__).resolve().parent.parent / "comm" / "elastic_script.py")
 TRAINING = ["--per_device_train_batch_size", "4", "--max_steps", "8", "--save_steps", "3", "--report_to", "none",

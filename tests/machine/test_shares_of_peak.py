@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from stoker.machine import Machine
-from stoker.machine.page import doctor_page, print_page
+from stoker.machine.doctor_page import doctor_page, print_page
 from stoker.machine.peak import share_of_peak
 from stoker.machine.rates import Rates, TrainingStep
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from machine.recorded.layout import lay_out, write
 from machine.recorded.machines import container, hybrid_laptop
 from stoker.machine import Machine
-from stoker.machine.page import doctor_page, print_page
+from stoker.machine.doctor_page import doctor_page, print_page
 from stoker.machine.tree import parse_cpu_list, parse_size
 from stoker.machine.verdicts import Evidence, verdicts
 

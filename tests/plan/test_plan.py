@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from stoker.cli import main
 from stoker.cli.plan import node_counts
 from stoker.errors import UserError
-from stoker.plan import rates
+from stoker.plan import link_rates
 from stoker.plan.advice import Job, plan, table
-from stoker.plan.model import Collectives, Network, Node, Setup, predict
+from stoker.plan.cost_model import Collectives, Network, Node, Setup, predict
 from stoker.plan.subject import Subject
 
 FAST = Collectives(rate=2e9, rate_bf16=2e9, cpu=0.4e-9, cpu_bf16=0.4e-9, apply=0.5e-9)
@@ -165,15 +165,15 @@ def test_rows_fit_the_model_and_keep_their_mean(length: int) -> None:
 
 def test_a_second_thread_of_a_core_is_no_core_to_plan_with(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = (SimpleNamespace(cpus=(0, 2)), SimpleNamespace(cpus=(1, 3)))
-    monkeypatch.setattr(rates, "this_machine", lambda: SimpleNamespace(usable_cores=cores))
+    monkeypatch.setattr(link_rates, "this_machine", lambda: SimpleNamespace(usable_cores=cores))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
-    assert rates.usable_cores() == [0, 1]
+    assert link_rates.usable_cores() == [0, 1]
 
 
 def test_what_a_measurement_died_of_is_told() -> None:
-    assert "want of memory" in rates._why(-9, "")
-    assert rates._why(1, "Traceback\nstoker.errors.UserError: --model 'x': no") == "--model 'x': no"
-    assert rates._why(1, "IndexError: 7") == "the measurement failed: IndexError: 7"
+    assert "want of memory" in link_rates._why(-9, "")
+    assert link_rates._why(1, "Traceback\nstoker.errors.UserError: --model 'x': no") == "--model 'x': no"
+    assert link_rates._why(1, "IndexError: 7") == "the measurement failed: IndexError: 7"
 
 
 def test_this_machine_is_measured_once(capsys: pytest.CaptureFixture[str]) -> None:

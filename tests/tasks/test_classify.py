@@ -209,7 +209,7 @@ def test_options_that_withhold_predictions_from_the_metrics_are_ignored_with_a_l
     import logging
 
     from stoker.tasks.classify.train import ClassifyOptions, predict_all_rows
-    from stoker.tasks.options import OptionParser
+    from stoker.tasks.training_options import OptionParser
 
     monkeypatch.setattr(logging.getLogger("stoker"), "propagate", True)
     needed = ["--model_name_or_path", "m", "--output_dir", str(tmp_path)]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.report.log import read_run
+from stoker.run_report.log import read_run
 from stoker.tasks.demo import speed
-from stoker.tasks.demo.run import _affordable
+from stoker.tasks.demo.demo_run import _affordable
 from tasks.models import save_tiny_bert
 
 
@@ -65,7 +65,7 @@ def test_a_model_that_cannot_be_loaded_costs_nothing(
 
 def test_steps_are_compared_in_turns(bert: Path, tmp_path: Path) -> None:
     from stoker.tasks.demo.world import as_squad, make_world
-    from stoker.tasks.run import write_json
+    from stoker.tasks.training_run import write_json
 
     write_json(tmp_path / "train.json", as_squad(make_world(24, seed=1, training=True)))
     seconds = speed.compare(tmp_path, str(bert), steps=2, batch=4, max_seq_length=160)

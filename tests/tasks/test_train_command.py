@@ -275,8 +275,8 @@ def test_the_best_answers_tell_which_checkpoint_is_best(bert: Path, squad: Path,
 
 
 def test_what_is_best_follows_the_task_unless_it_is_said(tmp_path: Path) -> None:
-    from stoker.tasks.options import OptionParser, check_best
     from stoker.tasks.qa.train import QaOptions
+    from stoker.tasks.training_options import OptionParser, check_best
 
     def best(words: str) -> tuple[str | None, bool | None, dict[str, object] | None]:
         argv = ["--model_name_or_path", "m", "--output_dir", str(tmp_path), "--eval_strategy", "steps", *words.split()]
@@ -293,8 +293,8 @@ def test_what_is_best_follows_the_task_unless_it_is_said(tmp_path: Path) -> None
 
 def test_words_of_the_examples_that_are_gone_keep_their_meaning(caplog: pytest.LogCaptureFixture) -> None:
     from stoker.tasks.loading import _hub
-    from stoker.tasks.options import ModelOptions, OptionParser
     from stoker.tasks.qa.train import QaOptions
+    from stoker.tasks.training_options import ModelOptions, OptionParser
 
     def model(words: str) -> ModelOptions:
         argv = ["--model_name_or_path", "m", "--output_dir", "o", *words.split()]
@@ -347,8 +347,8 @@ def test_a_hub_data_set_without_the_package_is_one_sentence(
 
 
 def test_a_file_of_options_means_its_words(tmp_path: Path) -> None:
-    from stoker.tasks.options import OptionParser, words_of
     from stoker.tasks.qa.train import QaOptions
+    from stoker.tasks.training_options import OptionParser, words_of
 
     path = tmp_path / "options.json"
     path.write_text(json.dumps({
@@ -409,7 +409,7 @@ def test_rates_measured_for_a_training_have_the_clock(tmp_path: Path, monkeypatc
     # Without it, `stoker doctor` could only show them as shares of the nominal peak.
     from stoker.machine import Machine, measure
     from stoker.machine.rates import Rates
-    from stoker.tasks.run import know_the_machine
+    from stoker.tasks.training_run import know_the_machine
 
     monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("stoker.kernels.clock.clock_ghz", lambda threads: 3.5)

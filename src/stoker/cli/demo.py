@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     except ImportError:
         raise UserError("the demo needs transformers and accelerate: pip install 'stoker[demo]'") from None
     streams.keep_running()
-    from stoker.tasks.demo.run import DemoOptions, run_demo
+    from stoker.tasks.demo.demo_run import DemoOptions, run_demo
 
     return run_demo(
         DemoOptions(

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from stoker import __version__
 from stoker.cli import parsing
 from stoker.errors import UserError
-from stoker.machine import Machine, load, measure, page, rates, software
+from stoker.machine import Machine, doctor_page, load, measure, rates, software
 from stoker.machine.load import Load
 from stoker.machine.peak import share_of_peak
 from stoker.machine.rates import Rates, TrainingStep
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(_as_json(evidence, notes), indent=2))
     else:
         found = (evidence.machine, evidence.software, evidence.rates, verdicts(evidence), notes)
-        page.print_page(Console(highlight=False), page.doctor_page(*found))
+        doctor_page.print_page(Console(highlight=False), doctor_page.doctor_page(*found))
     return 0
 
 

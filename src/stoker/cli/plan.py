@@ -10,7 +10,7 @@ from pathlib import Path
 from stoker.cli import parsing
 from stoker.errors import UserError
 from stoker.plan.advice import Job, Row, clock, plan, table
-from stoker.plan.model import Network, Node, Prediction
+from stoker.plan.cost_model import Network, Node, Prediction
 from stoker.plan.subject import BUILT_IN, Subject
 from stoker.user_files import check_replaceable
 
@@ -21,7 +21,7 @@ _EXAMPLES = """examples:
   stoker plan --nodes 1..16 --network 1gbit --model bert-large --batch 16 --price 0.68 --out plan.svg
   stoker plan --nodes 2,4,8 --network 25gbit --step 1.9 --parameters 109e6   for a machine that is not this one
 
-The formula and what it leaves out stand in src/stoker/plan/model.py, how far it was off in docs/distributed.md.
+The formula and what it leaves out stand in src/stoker/plan/cost_model.py, how far it was off in docs/distributed.md.
 """
 
 
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
 
 def _node(options: object, subject: Subject) -> tuple[Node, list[str]]:
     """The node to plan with: as given, or the best of what was measured."""
-    from stoker.plan.rates import candidates, measure_collectives, measure_node, usable_cores
+    from stoker.plan.link_rates import candidates, measure_collectives, measure_node, usable_cores
 
     given = vars(options)
     say = lambda line: print(f"stoker: {line}", file=sys.stderr)  # noqa: E731

@@ -21,8 +21,8 @@ def main(argv: list[str]) -> int:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     try:
-        from stoker.report.log import read_run
-        from stoker.report.page import write_page
+        from stoker.run_report.log import read_run
+        from stoker.run_report.page import write_page
     except ImportError as error:
         raise UserError(
             f"the report needs matplotlib and Jinja2: pip install 'stoker[report]' ({first_line(error)})"

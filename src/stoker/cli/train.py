@@ -146,7 +146,7 @@ def _broken_import(error: ImportError) -> str:
 
 
 def _all_help(task: str) -> int:
-    from stoker.tasks.options import OptionParser
+    from stoker.tasks.training_options import OptionParser
 
     if task == "qa":
         from stoker.tasks.qa.train import QaOptions as Options

@@ -1,4 +1,4 @@
-"""Writes the log of a run (stoker.report.log) as a Trainer goes along: what it is, what it does, how it ends."""
+"""Writes the log of a run (stoker.run_report.log) as a Trainer goes along: what it is, what it does, how it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stoker.hf.batches import lengths_of
 from stoker.hf.secrets import without_secrets
 from stoker.machine import this_machine
 from stoker.machine.rates import known
-from stoker.report.log import RunLog
+from stoker.run_report.log import RunLog
 
 if TYPE_CHECKING:
     from stoker.hf.trainer import Trainer

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stoker.plan.model import Network, Node, Prediction, Setup, predict
+from stoker.plan.cost_model import Network, Node, Prediction, Setup, predict
 
 __all__ = ["Job", "Row", "plan", "table"]
 

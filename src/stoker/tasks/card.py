@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from stoker import __version__
-from stoker.report.log import Run
+from stoker.run_report.log import Run
 
 __all__ = ["model_card"]
 

@@ -17,7 +17,7 @@ from typing import Any
 from stoker.english import with_article
 from stoker.errors import UserError
 from stoker.tasks.faults import Faults
-from stoker.tasks.memory import available
+from stoker.tasks.memory_estimate import available
 from stoker.user_files import read_bytes
 
 __all__ = ["KINDS", "Row", "is_unicode", "kind_of", "read_json", "read_rows"]

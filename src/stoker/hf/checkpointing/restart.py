@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from stoker.hf.checkpointing import choice
-from stoker.report.log import NAME, read_entries
+from stoker.run_report.log import NAME, read_entries
 
 __all__ = ["Start", "checkpoint_to_go_on_from", "run_began", "steps_that_keep_the_batch"]
 

@@ -11,14 +11,14 @@ import numpy as np
 from stoker.errors import UserError
 from stoker.hf.trainer import Trainer
 from stoker.numbers import finite_number
-from stoker.tasks import hub, run
+from stoker.tasks import hub, training_run
 from stoker.tasks.classify.data import GLUE, Example, Labels, choose_columns, collect, read_examples
 from stoker.tasks.classify.features import Rows, make_rows
 from stoker.tasks.classify.metrics import METRICS, is_combined, measure
 from stoker.tasks.collate import Collator
 from stoker.tasks.faults import Faults
 from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, row_length
-from stoker.tasks.options import DataOptions, check_best
+from stoker.tasks.training_options import DataOptions, check_best
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
 
@@ -68,7 +68,7 @@ def predict_all_rows(args: Any) -> None:
 
 
 def main(argv: list[str]) -> int:
-    job = run.begin("classify", argv, ClassifyOptions)
+    job = training_run.begin("classify", argv, ClassifyOptions)
     args, options = job.args, job.data
     from transformers import AutoModelForSequenceClassification, set_seed
 
@@ -104,8 +104,8 @@ def main(argv: list[str]) -> int:
     }
     model = load_model(AutoModelForSequenceClassification, job.model, config)
     args.remove_unused_columns = False
-    run.measure_peak(job)
-    with run.argument_errors(job):
+    training_run.measure_peak(job)
+    with training_run.argument_errors(job):
         trainer = Trainer(
             model,
             args,
@@ -117,10 +117,10 @@ def main(argv: list[str]) -> int:
             preprocess_logits_for_metrics=lambda found, _: found[0] if isinstance(found, tuple) else found,
             compute_metrics=lambda found: measure(names, found.predictions, found.label_ids, regression=regression),
         )
-    run.dress(job, trainer)
+    training_run.dress(job, trainer)
     metrics: dict[str, Any] = {}
     if args.do_train:
-        run.train(job, trainer)
+        training_run.train(job, trainer)
     if args.do_eval:
         metrics = trainer.evaluate()
         if second := sets.get(_SECOND["validation"]):
@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
         _predict(job, trainer, sets["test"], labels, "predict_results.txt")
         if _SECOND["test"] in sets:
             _predict(job, trainer, sets[_SECOND["test"]], labels, "predict_results_mm.txt")
-    run.finish(job, trainer, metrics)
+    training_run.finish(job, trainer, metrics)
     return 0
 
 
@@ -173,7 +173,7 @@ def _told(names: Sequence[str], metrics: dict[str, Any], rows: int, ending: str 
     return ", ".join(f"{name} {metrics[f'eval_{name}{ending}']:.4f}" for name in names) + f" on {rows:,} rows"
 
 
-def _data(job: run.Job, regression: bool) -> tuple[dict[str, Sequence[Example]], tuple[str, ...]]:
+def _data(job: training_run.Job, regression: bool) -> tuple[dict[str, Sequence[Example]], tuple[str, ...]]:
     """The examples of every set that is needed, and the classes in order if a data set of the hub names them."""
     raw: dict[str, Sequence[Example]] = {}
     classes: tuple[str, ...] = ()
@@ -191,7 +191,9 @@ def _parts(options: Any, split: str) -> tuple[str, ...]:
     return GLUE[options.task_name].parts if from_glue and not getattr(options, f"{split}_file") else ("",)
 
 
-def _examples(job: run.Job, split: str, part: str, regression: bool) -> tuple[Sequence[Example], tuple[str, ...]]:
+def _examples(
+    job: training_run.Job, split: str, part: str, regression: bool
+) -> tuple[Sequence[Example], tuple[str, ...]]:
     options = job.data
     file, most = {
         "train": (options.train_file, options.max_train_samples),
@@ -204,7 +206,7 @@ def _examples(job: run.Job, split: str, part: str, regression: bool) -> tuple[Se
         "regression": regression, "labelled": split != "test",
     }  # fmt: skip
     if file:
-        return run.cut(read_examples(file, strict=options.strict, **choices), most), ()
+        return training_run.cut(read_examples(file, strict=options.strict, **choices), most), ()
     name, config = options.dataset_name, options.dataset_config_name
     if name is None:
         name, config = "nyu-mll/glue", options.task_name
@@ -216,7 +218,7 @@ def _examples(job: run.Job, split: str, part: str, regression: bool) -> tuple[Se
     if found.columns and split != "test":
         label = choose_columns(list(found.columns), columns, options.label_column_name, options.task_name).label
         classes = found.columns.get(str(label), ())
-    return run.cut(examples, most), classes
+    return training_run.cut(examples, most), classes
 
 
 def _text_columns(text: str | None) -> list[str] | None:
@@ -228,7 +230,7 @@ def _text_columns(text: str | None) -> list[str] | None:
     return names
 
 
-def _labels(job: run.Job, raw: dict[str, Sequence[Example]], classes: tuple[str, ...]) -> Labels:
+def _labels(job: training_run.Job, raw: dict[str, Sequence[Example]], classes: tuple[str, ...]) -> Labels:
     """The classes: those of a model that is only asked, if they cover the data; else those of the data."""
     source = raw.get("train") or raw.get("validation") or []
     known: Sequence[str] = ()
@@ -255,7 +257,7 @@ def _are_fractions(labels: Sequence[str]) -> bool:
     return None not in numbers and not all(float(number or 0).is_integer() for number in numbers)
 
 
-def _predict(job: run.Job, trainer: Trainer, rows: Rows, labels: Labels | None, name: str) -> None:
+def _predict(job: training_run.Job, trainer: Trainer, rows: Rows, labels: Labels | None, name: str) -> None:
     logits = trainer.predict(rows).predictions
     if not job.args.should_save:
         return

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from stoker.hf.trainer import Trainer
-from stoker.tasks import hub, run
+from stoker.tasks import hub, training_run
 from stoker.tasks.collate import Collator
 from stoker.tasks.faults import Faults
 from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, row_length
-from stoker.tasks.options import DataOptions, check_best
 from stoker.tasks.qa.answers import Answer, choose_answers
 from stoker.tasks.qa.data import Question, collect, read_questions
 from stoker.tasks.qa.features import Windows, make_windows
 from stoker.tasks.qa.metrics import exact_match, squad, squad_v2
+from stoker.tasks.training_options import DataOptions, check_best
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
 
@@ -139,7 +139,7 @@ def examples(answers: Sequence[Answer], questions: Sequence[Question], most: int
 
 def save_answers(folder: Path, prefix: str, answers: Sequence[Answer], options: QaOptions) -> None:
     """Predictions and n-best candidates under the names that the usual recipe gives them."""
-    run.write_json(folder / f"{prefix}_predictions.json", {answer.id: answer.text for answer in answers})
+    training_run.write_json(folder / f"{prefix}_predictions.json", {answer.id: answer.text for answer in answers})
     best = {
         answer.id: [
             {"text": c.text, "probability": c.probability, "start_logit": c.start_logit, "end_logit": c.end_logit}
@@ -147,13 +147,15 @@ def save_answers(folder: Path, prefix: str, answers: Sequence[Answer], options: 
         ]
         for answer in answers
     }
-    run.write_json(folder / f"{prefix}_nbest_predictions.json", best)
+    training_run.write_json(folder / f"{prefix}_nbest_predictions.json", best)
     if options.version_2_with_negative:
-        run.write_json(folder / f"{prefix}_null_odds.json", {answer.id: answer.no_answer_lead for answer in answers})
+        training_run.write_json(
+            folder / f"{prefix}_null_odds.json", {answer.id: answer.no_answer_lead for answer in answers}
+        )
 
 
 def main(argv: list[str]) -> int:
-    job = run.begin("qa", argv, QaOptions)
+    job = training_run.begin("qa", argv, QaOptions)
     args, options = job.args, job.data
     from transformers import AutoModelForQuestionAnswering, set_seed
 
@@ -166,8 +168,8 @@ def main(argv: list[str]) -> int:
     sets = {split: _windows(job, tokenizer, split) for split, wanted in _splits(args) if wanted}
     model = load_model(AutoModelForQuestionAnswering, job.model, config)
     args.remove_unused_columns = False  # items hold what the model takes and nothing else
-    run.measure_peak(job)
-    with run.argument_errors(job):
+    training_run.measure_peak(job)
+    with training_run.argument_errors(job):
         trainer = QaTrainer(
             model,
             args,
@@ -178,10 +180,10 @@ def main(argv: list[str]) -> int:
             data_collator=Collator.of(tokenizer),
         )
     trainer.padded_length = options.max_seq_length if options.pad_to_max_length else None
-    run.dress(job, trainer)
+    training_run.dress(job, trainer)
     metrics: dict[str, Any] = {}
     if args.do_train:
-        run.train(job, trainer)
+        training_run.train(job, trainer)
     if args.do_eval:
         metrics = trainer.evaluate()
         if args.should_save:
@@ -193,7 +195,7 @@ def main(argv: list[str]) -> int:
         if args.should_save:
             save_answers(Path(args.output_dir), "predict", answers, options)
         job.say(f"{len(answers):,} answers in {Path(args.output_dir) / 'predict_predictions.json'}")
-    run.finish(job, trainer, metrics)
+    training_run.finish(job, trainer, metrics)
     return 0
 
 
@@ -205,7 +207,7 @@ def _splits(args: Any) -> tuple[tuple[str, bool], ...]:
     )
 
 
-def _windows(job: run.Job, tokenizer: Any, split: str) -> Windows:
+def _windows(job: training_run.Job, tokenizer: Any, split: str) -> Windows:
     options = job.data
     training = split == "train"
     file, most = {
@@ -222,7 +224,7 @@ def _windows(job: run.Job, tokenizer: Any, split: str) -> Windows:
         found = hub.load_split(options.dataset_name, options.dataset_config_name, split, job.model)
         questions = collect(found.rows(), faults, training=training, labelled=split != "test")
         faults.settle(len(questions))
-    questions = run.cut(questions, most)
+    questions = training_run.cut(questions, most)
     if split != "test" and not options.version_2_with_negative:
         without = sum(not question.answers for question in questions)
         if without:

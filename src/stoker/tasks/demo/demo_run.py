@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stoker.errors import UserError
-from stoker.tasks import run as runs
+from stoker.tasks import training_run
 from stoker.tasks.demo import speed
 from stoker.tasks.demo.world import as_squad, make_world
 from stoker.tasks.loading import check_vocabulary, config_of, model_of, quiet, tokenizer_of
@@ -55,8 +55,8 @@ def run_demo(options: DemoOptions) -> int:
     _headline(console, "A world nobody has read about")
     train = make_world(_MOST_QUESTIONS, seed=options.seed, training=True)
     dev = make_world(_EVALUATED, seed=options.seed, training=False)
-    runs.write_json(options.folder / "train.json", as_squad(train))
-    runs.write_json(options.folder / "dev.json", as_squad(dev))
+    training_run.write_json(options.folder / "train.json", as_squad(train))
+    training_run.write_json(options.folder / "dev.json", as_squad(dev))
     console.print(f"  {dev[0].context}\n  e.g. {dev[0].question}")
 
     compared = _compare(console, options, model) if options.compare else None
@@ -135,7 +135,7 @@ def _load(model: str, seed: int) -> tuple[Any, Any]:
 def _know_the_machine(console: Console) -> None:
     from stoker.machine import this_machine
 
-    machine, rates = this_machine(), runs.know_the_machine(console.print)
+    machine, rates = this_machine(), training_run.know_the_machine(console.print)
     name = machine.model.name or "this CPU"
     console.print(f"{name}, {len(machine.usable_cores)} cores, {rates.fp32_all:.0f} GFLOP/s")
 
@@ -229,7 +229,7 @@ def _ask(console: Console, asker: Any, question: Any) -> None:
 
 def _write_report(console: Console, folder: Path) -> None:
     try:
-        from stoker.report.page import write_report
+        from stoker.run_report.page import write_report
     except ImportError as error:
         console.print(f"no report was made: pip install 'stoker[report]' ({error})")
         return

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.report.log import NAME, RunLog, read_run
+from stoker.run_report.log import NAME, RunLog, read_run
 
 
 def write_run(folder: Path) -> RunLog:

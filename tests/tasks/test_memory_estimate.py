@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from stoker.errors import UserError
-from stoker.tasks.memory import check_memory, estimate
+from stoker.tasks.memory_estimate import check_memory, estimate
 
 
 @pytest.fixture(scope="module")

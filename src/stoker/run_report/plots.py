@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from stoker.report.log import Run, number
+from stoker.run_report.log import Run, number
 
 __all__ = [
     "lengths_plot", "loss_plot", "phases_plot", "scores_plot", "speed_plot", "throughput_plot", "waits_of", "waits_plot",

@@ -20,7 +20,7 @@ from typing import Any
 from stoker import __version__
 from stoker.errors import UserError
 from stoker.machine import cache_directory, this_machine
-from stoker.plan.model import Collectives, Node
+from stoker.plan.cost_model import Collectives, Node
 from stoker.plan.subject import Subject
 
 __all__ = ["candidates", "measure_collectives", "measure_node", "usable_cores"]

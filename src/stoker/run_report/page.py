@@ -16,8 +16,8 @@ import jinja2
 from markupsafe import Markup
 
 from stoker.errors import UserError
-from stoker.report.log import Run, number, read_run
-from stoker.report.plots import (
+from stoker.run_report.log import Run, number, read_run
+from stoker.run_report.plots import (
     lengths_plot,
     loss_plot,
     phases_plot,
@@ -27,7 +27,7 @@ from stoker.report.plots import (
     waits_of,
     waits_plot,
 )
-from stoker.report.style import CSS
+from stoker.run_report.style import CSS
 from stoker.whole_files import write_text
 
 __all__ = ["render", "write_page", "write_report"]

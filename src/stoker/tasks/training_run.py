@@ -20,10 +20,10 @@ from stoker.hf.checkpointing.restart import Start
 from stoker.hf.secrets import without_secrets
 from stoker.hf.trainer import Trainer
 from stoker.machine.rates import Rates
-from stoker.tasks import memory
+from stoker.tasks import memory_estimate
 from stoker.tasks.display import Display
 from stoker.tasks.loading import quiet
-from stoker.tasks.options import OptionParser, check_optimizer, given, words_of
+from stoker.tasks.training_options import OptionParser, check_optimizer, given, words_of
 from stoker.whole_files import write_text
 
 __all__ = ["Job", "argument_errors", "begin", "cut", "finish", "know_the_machine", "train", "write_json"]
@@ -154,7 +154,7 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
     lengths = trainer.train_dataset.lengths
     optimized = getattr(args, "use_ipex", None) is not False
     if not job.data.skip_memory_check:
-        need = memory.check_memory(trainer.model, lengths, args, optimized=optimized)
+        need = memory_estimate.check_memory(trainer.model, lengths, args, optimized=optimized)
         job.say(f"{len(lengths):,} training rows, {int(lengths.sum()):,} tokens; about {need / 1e9:.1f} GB of memory")
     trainer.resume_arguments = ["train", job.task, *job.argv]
     trainer.recorder.task = {
@@ -220,7 +220,7 @@ def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
     """The model card and the report, and all of it to the hub if asked."""
     if not job.args.should_save or not job.args.do_train:
         return
-    from stoker.report.log import read_run
+    from stoker.run_report.log import read_run
 
     folder = Path(job.args.output_dir)
     try:
@@ -231,7 +231,7 @@ def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
 
     write_text(folder / "README.md", model_card(job, trainer, metrics, run))
     try:
-        from stoker.report.page import write_report
+        from stoker.run_report.page import write_report
     except ImportError as error:
         job.say(f"no report.html was made: it needs matplotlib (pip install 'stoker[report]'; {error})")
     else:

@@ -13,8 +13,8 @@ import pytest
 
 from stoker.cli import main
 from stoker.errors import UserError
-from stoker.report.log import RunLog
-from stoker.report.page import write_report
+from stoker.run_report.log import RunLog
+from stoker.run_report.page import write_report
 
 
 def log_a_run(folder: Path, *, finished: bool = True) -> None:
