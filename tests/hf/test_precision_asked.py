@@ -14,7 +14,7 @@ import stoker
 from hf import tiny
 from stoker.machine import rates
 from stoker.model import precision
-from stoker.model.layer import FusedLayer
+from stoker.model.fused_layer import FusedLayer
 
 
 @pytest.fixture(autouse=True)

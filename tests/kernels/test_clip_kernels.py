@@ -1,4 +1,4 @@
-"""The two kernels of clipping, on lists of gradients of any size; what is built on them is in tests/model/test_clip.py."""
+"""The two clipping kernels, on lists of gradients of any size. tests/model/test_clip_gradients.py tests what is built on them."""
 
 from __future__ import annotations
 

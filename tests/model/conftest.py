@@ -8,10 +8,10 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _small_inputs_count(monkeypatch):
-    from stoker.model import leaves
+    from stoker.model import leaf_modules
 
-    monkeypatch.setattr(leaves, "SMALL_ELEMENTS", 0)
-    monkeypatch.setattr(leaves, "SMALL_PRODUCT", 0)
+    monkeypatch.setattr(leaf_modules, "SMALL_ELEMENTS", 0)
+    monkeypatch.setattr(leaf_modules, "SMALL_PRODUCT", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-import kept_curve as curve
 import pytest
+import reference_curve as curve
 
 # Rounding grows from step to step; these are several times what different thread counts and instruction sets make of it. The
 # loss of stock counts padding in its softmax, which moves it by a little in the first steps.

@@ -113,7 +113,7 @@ def test_bf16_keeps_fp32_parameters_losses_and_gradients(family: str, mode: str)
 
 def _spy_on_layers(model: nn.Module, seen: list[torch.dtype]) -> None:
     """Records the type layers hand on, without a hook, which would make the call stock's."""
-    from stoker.model.layer import FusedLayer
+    from stoker.model.fused_layer import FusedLayer
 
     for module in model.modules():
         if isinstance(module, FusedLayer):

@@ -172,7 +172,7 @@ def _several_processes() -> bool:
 def _optimize(prepared: tuple[Any, ...], precision: str) -> None:
     """In place, models and optimizers as they stand; what is optimised already is left."""
     from stoker.model import optimize
-    from stoker.model.swap import Optimized
+    from stoker.model.class_swap import Optimized
 
     dtype = torch.bfloat16 if precision == "bf16" else None  # None: as the script's own autocast says, if it uses one
     models = [one for one in prepared if isinstance(one, nn.Module)]

@@ -227,7 +227,7 @@ def _groups(_: Layer) -> None:
 
 
 def _any_optimized() -> bool:
-    report = sys.modules.get("stoker.model.report")  # not imported: nobody has asked for it
+    report = sys.modules.get("stoker.model.optimization_report")  # not imported: nobody has asked for it
     return report is not None and bool(report.any_optimized())
 
 

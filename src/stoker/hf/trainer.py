@@ -91,7 +91,7 @@ class Trainer(PublishingTrainer):
             return optimizer
         from stoker.hf.accelerator import clip_in_one_pass
         from stoker.model import optimize
-        from stoker.model.report import keep_switches, switches
+        from stoker.model.optimization_report import keep_switches, switches
 
         clip_in_one_pass(self.accelerator)
         own = switches(self.model)  # of a script that has called `optimize` itself
@@ -103,7 +103,7 @@ class Trainer(PublishingTrainer):
 
     def _precision(self) -> torch.dtype | None:
         """What a script asked of `optimize` itself, else mixed precision's; None: the model's own, or autocast's."""
-        from stoker.model.report import switches
+        from stoker.model.optimization_report import switches
 
         own = switches(self.model)
         if own is not None and own.dtype is not None:

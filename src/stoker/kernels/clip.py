@@ -3,7 +3,7 @@
     norm = sqrt(sum of g^2 over all elements of all tensors)
     g = g * factor, in place
 
-The tensors are dense, fp32 and on the CPU; model/clip.py checks that, and gives all others to torch.
+The tensors are dense, fp32 and on the CPU; model/clip_gradients.py checks that, and gives all others to torch.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from stoker.model.swap import cached, stock_class
+from stoker.model.class_swap import cached, stock_class
 
 __all__ = ["FAMILIES", "Family", "MaskedLM", "Role", "find", "in_table", "transformers_major"]
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from stoker.kernels.activation import bias_activation
 from stoker.kernels.linear import linear
 from stoker.kernels.loss import linear_cross_entropy
+from stoker.model.class_swap import Optimized, child, named, plain, stock_wanted, unhooked
 from stoker.model.families import Family, MaskedLM
-from stoker.model.leaves import activation_kind
+from stoker.model.leaf_modules import activation_kind
 from stoker.model.sequences import watched, watching
-from stoker.model.swap import Optimized, child, named, plain, stock_wanted, unhooked
 
 __all__ = ["MaskedLMModel", "QuestionAnsweringModel", "SpanLogits"]
 

@@ -1,6 +1,6 @@
 """stoker.optimize, stoker.restore: which override goes where.
 
-Everything happens by `swap`, module by module; `restore` gives every module its class back.
+Everything happens by `swap_class`, module by module; `restore` gives every module its class back.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from stoker.english import with_article
 from stoker.kernels import native
 from stoker.model import memory as allocator
 from stoker.model import optimizers, precision
-from stoker.model.door import Door
+from stoker.model.class_swap import Optimized, Settings, child, restore_class, swap_class
 from stoker.model.families import Family, Role, find
+from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias
 from stoker.model.heads import MaskedLMModel, QuestionAnsweringModel, SpanLogits
-from stoker.model.layer import FusedEmbeddings, FusedLayer, RelativeBias
-from stoker.model.leaves import swap_leaf
-from stoker.model.report import Notes, forget, note, report
-from stoker.model.swap import Optimized, Settings, child, restore_module, swap
+from stoker.model.leaf_modules import swap_leaf
+from stoker.model.optimization_report import Notes, forget, note, report
+from stoker.model.padding_free import PaddingFreeModel
 
 __all__ = ["optimize", "restore"]
 
@@ -115,7 +115,7 @@ def restore(model: Model, optimizer: Any = None) -> Model:
     The allocator's settings belong to the process and stay.
     """
     for module in model.modules():
-        restore_module(module)
+        restore_class(module)
     if optimizer is not None:
         optimizers.unfuse(optimizer)
     forget(model, optimizer=optimizer is not None)
@@ -134,8 +134,8 @@ def _stored_types(model: nn.Module) -> set[torch.dtype]:
 
 
 def _follows_parameters(model: nn.Module) -> bool:
-    """Whether activations have the type of parameters that are not fp32, whatever was asked for (see `Door`)."""
-    doors = [module for module in model.modules() if isinstance(module, Door)]
+    """Whether activations have the type of parameters that are not fp32, whatever was asked for (see `PaddingFreeModel`)."""
+    doors = [module for module in model.modules() if isinstance(module, PaddingFreeModel)]
     first = [next(door.parameters(), None) for door in doors]
     return not doors or any(parameter is not None and parameter.dtype != torch.float32 for parameter in first)
 
@@ -158,7 +158,11 @@ def _apply(model: nn.Module, settings: Settings) -> bool:
     if settings.fuse:
         for module in modules:
             swap_leaf(module, settings)
-    overrides: dict[Role, type[Optimized]] = {"base": Door, "layer": FusedLayer, "relative_bias": RelativeBias}
+    overrides: dict[Role, type[Optimized]] = {
+        "base": PaddingFreeModel,
+        "layer": FusedLayer,
+        "relative_bias": RelativeBias,
+    }
     if settings.fuse:
         overrides["embeddings"] = FusedEmbeddings
     if settings.fuse and settings.fuse_loss:
@@ -166,7 +170,7 @@ def _apply(model: nn.Module, settings: Settings) -> bool:
     overrides["question_answering"] = QuestionAnsweringModel
     for module, row, role in found:
         if role in overrides:
-            swap(module, overrides[role], settings, row)
+            swap_class(module, overrides[role], settings, row)
         if role == "question_answering":
-            swap(child(module, row.span_logits), SpanLogits, settings, row)
+            swap_class(child(module, row.span_logits), SpanLogits, settings, row)
     return any(role == "base" for _, _, role in found)

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from stoker.model.swap import is_exporting
+from stoker.model.class_swap import is_exporting
 
 __all__ = [
     "Positions",

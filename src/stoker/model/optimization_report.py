@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from stoker.model.door import Door, always_stock, stock_calls
+from stoker.model.class_swap import Optimized, Settings, stock_class
 from stoker.model.families import FAMILIES, find, in_table
+from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias
 from stoker.model.heads import MaskedLMModel, QuestionAnsweringModel, SpanLogits
-from stoker.model.layer import FusedEmbeddings, FusedLayer, RelativeBias
-from stoker.model.leaves import LeafDropout, kernel_for
-from stoker.model.swap import Optimized, Settings, stock_class
+from stoker.model.leaf_modules import LeafDropout, kernel_for
+from stoker.model.padding_free import PaddingFreeModel, always_stock, stock_calls
 
 __all__ = ["Notes", "Report", "any_optimized", "forget", "keep_switches", "note", "report", "switches"]
 
@@ -103,7 +103,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _open(module: nn.Module) -> bool:
-    return isinstance(module, Door) and always_stock(module) is None
+    return isinstance(module, PaddingFreeModel) and always_stock(module) is None
 
 
 def _running(module: nn.Module, door: bool, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
@@ -114,7 +114,7 @@ def _running(module: nn.Module, door: bool, seen: set[nn.Module] | None = None) 
     seen.add(module)
     inside: list[nn.Module] = list(module.children())
     runs = True
-    if isinstance(module, Door):
+    if isinstance(module, PaddingFreeModel):
         runs = door = _open(module)
     elif isinstance(module, (FusedLayer, FusedEmbeddings)):
         inside = module.stoker_called() if door else inside
@@ -134,7 +134,7 @@ def _running(module: nn.Module, door: bool, seen: set[nn.Module] | None = None) 
 
 
 def _part(module: Optimized) -> str:
-    if isinstance(module, Door) and not module.stoker_settings.unpad:
+    if isinstance(module, PaddingFreeModel) and not module.stoker_settings.unpad:
         return "base model"
     if isinstance(module, FusedLayer) and not module.stoker_settings.fuse:
         return "attention over sequences"
@@ -161,7 +161,7 @@ def _left_alone(model: nn.Module, running: list[nn.Module], switches: Settings |
 
 
 def _whole_parts(model: nn.Module, switches: Settings) -> Iterator[tuple[str, str]]:
-    doors = [module for module in model.modules() if isinstance(module, Door)]
+    doors = [module for module in model.modules() if isinstance(module, PaddingFreeModel)]
     if not doors:
         yield "padding, attention, fused layers", _why_no_door(model)
     for door in doors:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import stoker
-from stoker.model.swap import Optimized
+from stoker.model.class_swap import Optimized
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

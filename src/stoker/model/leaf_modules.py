@@ -17,7 +17,7 @@ from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding
 from stoker.kernels.linear import linear
 from stoker.kernels.norm import layer_norm, rms_norm
-from stoker.model.swap import Optimized, Settings, stock_class, stock_wanted, swap
+from stoker.model.class_swap import Optimized, Settings, stock_class, stock_wanted, swap_class
 
 __all__ = ["LeafDropout", "activation_kind", "kernel_for", "swap_leaf"]
 
@@ -32,7 +32,7 @@ def swap_leaf(module: nn.Module, settings: Settings) -> bool:
     """Swaps `module` if it is a leaf with a kernel; True if it did."""
     override = kernel_for(module)
     if override is not None:
-        swap(module, override, settings)
+        swap_class(module, override, settings)
     return override is not None
 
 

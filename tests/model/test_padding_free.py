@@ -10,7 +10,7 @@ import tiny_models as tiny
 import torch
 
 import stoker
-from stoker.model import layer
+from stoker.model import fused_layer
 
 
 def _pair(family: str, head: str = "Model", dropout: float = 0.0):
@@ -230,14 +230,14 @@ def test_hooks_inside_a_layer_are_called() -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_no_mask_of_tokens_by_tokens_is_ever_made(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    stock = layer.FusedLayer.forward
+    stock = fused_layer.FusedLayer.forward
 
     def forward(self, *args, **kwargs):
         masks = [kwargs.get("attention_mask"), *args[1:2]]  # second in every family's layer
         seen.extend(mask.numel() for mask in masks if isinstance(mask, torch.Tensor))
         return stock(self, *args, **kwargs)
 
-    monkeypatch.setattr(layer.FusedLayer, "forward", forward)
+    monkeypatch.setattr(fused_layer.FusedLayer, "forward", forward)
     model, full = stoker.optimize(tiny.model(family), dtype=torch.float32), tiny.batch(family, "Model")
     model(**full.inputs)
     tokens = sum(end - start for start, end in full.spans)

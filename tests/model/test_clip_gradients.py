@@ -84,11 +84,11 @@ def test_what_the_kernel_does_not_know_goes_to_torch(change: Any, norm_type: flo
 
 @pytest.fixture
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    from stoker.model import clip
+    from stoker.model import clip_gradients
 
     calls: list[int] = []
-    norm = clip.gradient_norm
-    monkeypatch.setattr(clip, "gradient_norm", lambda tensors: (calls.append(len(tensors)), norm(tensors))[1])
+    norm = clip_gradients.gradient_norm
+    monkeypatch.setattr(clip_gradients, "gradient_norm", lambda tensors: (calls.append(len(tensors)), norm(tensors))[1])
     return calls
 
 

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import stoker
-from stoker.model import leaves
+from stoker.model.leaf_modules import LeafActivation, LeafDropout, LeafEmbedding, LeafLayerNorm, LeafLinear
 
 
 def test_the_report_of_a_restored_model_claims_nothing() -> None:
@@ -51,7 +51,13 @@ def test_the_report_reads_well_and_is_logged(caplog) -> None:
         assert word in text
 
 
-LEAVES = (leaves.LeafLinear, leaves.LeafDropout, leaves.LeafLayerNorm, leaves.LeafEmbedding, leaves.LeafActivation)
+LEAVES = (
+    LeafLinear,
+    LeafDropout,
+    LeafLayerNorm,
+    LeafEmbedding,
+    LeafActivation,
+)
 
 
 @pytest.mark.parametrize("head", ["QuestionAnswering", "SequenceClassification", "MaskedLM"])

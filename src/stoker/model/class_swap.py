@@ -26,10 +26,10 @@ __all__ = [
     "is_exporting",
     "named",
     "plain",
-    "restore_module",
+    "restore_class",
     "stock_class",
     "stock_wanted",
-    "swap",
+    "swap_class",
     "unhooked",
 ]
 
@@ -59,7 +59,7 @@ class Settings:
 
 
 class Optimized(nn.Module):
-    """Base of all overrides. A swapped class is (override, stock class), made by `swap`."""
+    """Base of all overrides. A swapped class is (override, stock class), made by `swap_class`."""
 
     stoker_stock: ClassVar[type[nn.Module]]
     stoker_settings: ClassVar[Settings]
@@ -93,12 +93,12 @@ class Optimized(nn.Module):
         return clone
 
 
-def swap(module: nn.Module, override: type[Optimized], settings: Settings, row: Any = None) -> None:
+def swap_class(module: nn.Module, override: type[Optimized], settings: Settings, row: Any = None) -> None:
     """Gives `module` the class (override, its own class)."""
     module.__class__ = _swapped_class(override, type(module), settings, row)
 
 
-def restore_module(module: nn.Module) -> bool:
+def restore_class(module: nn.Module) -> bool:
     """Gives `module` its stock class back; True if it had been swapped. What others made of the class since is left alone."""
     swapped = False
     while "stoker_stock" in type(module).__dict__:

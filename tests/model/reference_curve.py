@@ -1,6 +1,6 @@
 """Ten steps of MiniLM on invented questions: a short form of benchmarks/convergence.py whose curves are kept.
 
-python tests/model/kept_curve.py    writes tests/model/kept_curve.json anew; say in the commit why a curve changed
+python tests/model/reference_curve.py    writes tests/model/reference_curve.json anew; say in the commit why a curve changed
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-STORED = Path(__file__).with_name("kept_curve.json")
+STORED = Path(__file__).with_name("reference_curve.json")
 SIDES = ("stock", "float32", "bfloat16")
 STEPS, BATCH = 10, 8
 

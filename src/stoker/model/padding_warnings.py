@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
+from stoker.model.class_swap import stock_class
 from stoker.model.sequences import Sequences
-from stoker.model.swap import stock_class
 
 __all__ = ["warn_if_padding_counts", "warn_of_zeros"]
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from stoker.english import with_article
 from stoker.model import precision
+from stoker.model.class_swap import Optimized, child, named, plain, stock_class, stock_wanted, unhooked
 from stoker.model.families import Family, find, transformers_major
-from stoker.model.padding_watch import warn_if_padding_counts, warn_of_zeros
+from stoker.model.padding_warnings import warn_if_padding_counts, warn_of_zeros
 from stoker.model.sequences import Sequences, count, read_mask, serving
-from stoker.model.swap import Optimized, child, named, plain, stock_class, stock_wanted, unhooked
 
-__all__ = ["Door", "always_stock", "stock_calls"]
+__all__ = ["PaddingFreeModel", "always_stock", "stock_calls"]
 
 log = logging.getLogger("stoker")
 
@@ -38,7 +38,7 @@ _PADDING_STAYS = "unpad=False, and the batch has padding"
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
 
 
-class Door(Optimized):
+class PaddingFreeModel(Optimized):
     """Override of a base model."""
 
     stoker_part = "padding-free base model"
@@ -258,6 +258,6 @@ def stock_calls(door: nn.Module) -> tuple[str, ...]:
     return tuple(_STOCK_CALLS.get(door, ()))
 
 
-def always_stock(door: Door) -> str | None:
+def always_stock(door: PaddingFreeModel) -> str | None:
     """The reason for which every call of this door runs as stock does, if there is one."""
     return _why_stock(door, door.stoker_row, {"input_ids": None})

@@ -17,10 +17,10 @@ from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding_layer_norm_dropout
 from stoker.kernels.linear import linear, linear_packed
 from stoker.kernels.norm import dropout_add_layer_norm, layer_norm
+from stoker.model.class_swap import Optimized, child, named, plain, stock_wanted
 from stoker.model.families import Family, transformers_major
-from stoker.model.leaves import activation_kind
+from stoker.model.leaf_modules import activation_kind
 from stoker.model.sequences import Sequences, current, recomputed, remember
-from stoker.model.swap import Optimized, child, named, plain, stock_wanted
 
 __all__ = ["FusedEmbeddings", "FusedLayer", "RelativeBias"]
 
