@@ -54,7 +54,7 @@ def stand_in() -> None:
     os.execv = os.execve = lambda *rest: os._exit(0)  # type: ignore[assignment]
     stoker.launch.start.elastic.launch = lambda *rest, **named: 0
     stoker.launch.start.mpi.launch = lambda *rest, **named: 0
-    stoker.launch.start.hosts.check_hosts = lambda names, *rest, **named: None
+    stoker.launch.start.remote_hosts.check_hosts = lambda names, *rest, **named: None
     stoker.tasks.demo.demo_run.run_demo = lambda options: 0
     stoker.tasks.training_run.know_the_machine = lambda say: None  # type: ignore[assignment,return-value]
     collectives = Collectives(1e9, 2e9, 0.1, 0.1, 0.1)

@@ -20,12 +20,11 @@ import yaml
 
 from stoker.cli import main
 from stoker.errors import UserError
-from stoker.launch import config as configuration
-from stoker.launch import migrate
-from stoker.launch.ask import ask_all, move
-from stoker.launch.check import check
-from stoker.launch.config import Config
-from stoker.launch.questions import QUESTIONS, RELEASES, to_config
+from stoker.launch.config import config_file, migrate
+from stoker.launch.config.check_config import check
+from stoker.launch.config.config_file import Config
+from stoker.launch.config.prompts import ask_all, move
+from stoker.launch.config.questions import QUESTIONS, RELEASES, to_config
 from stoker.machine import Machine
 
 Recorded = Callable[[str], Machine]
@@ -383,7 +382,7 @@ def test_every_question_is_also_a_flag(homeless: Path, capsys: pytest.CaptureFix
              "--same_network", "no", "--use_cpu", "yes", "--ipex", "no", "--dynamo", "no", "--mixed_precision", "bf16",
              "--num_cpu_threads_per_process", "1", "--compute_environment", "LOCAL_MACHINE"]  # fmt: skip
     assert main(words) == 0
-    config = Config.read(configuration.own_path())
+    config = Config.read(config_file.own_path())
     assert (config.machine_rank, config.main_process_port, config.same_network, config.ipex) == (1, 2222, False, False)
     capsys.readouterr()
     assert main(["config", "show"]) == 0
@@ -394,7 +393,7 @@ def test_several_processes_by_a_flag_are_several_and_a_flag_without_a_place_is_s
     homeless: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", "--yes", "--num_processes", "2"]) == 0
-    config = Config.read(configuration.own_path())
+    config = Config.read(config_file.own_path())
     assert (config.distributed_type, config.num_processes) == ("MULTI_CPU", 2)
     assert main(["config", "--yes", "--distributed_type", "NO", "--num_processes", "2"]) == 0
     assert "num_processes 2: not needed" in capsys.readouterr().err
@@ -457,12 +456,12 @@ def test_arrow_keys_choose_in_a_terminal_and_yes_and_no_are_typed(tmp_path: Path
 
 
 def test_the_default_file_is_stokers_own_then_accelerates(homeless: Path) -> None:
-    assert configuration.find(None) == (Config(), None)
+    assert config_file.find(None) == (Config(), None)
     accelerates = homeless / "hf" / "accelerate" / "default_config.yaml"
     accelerates.parent.mkdir(parents=True)
     accelerates.write_text("num_processes: 3\n")
-    assert configuration.find(None)[1] == accelerates
-    Config(num_processes=5).write(configuration.own_path())
-    assert configuration.find(None)[0].num_processes == 5
+    assert config_file.find(None)[1] == accelerates
+    Config(num_processes=5).write(config_file.own_path())
+    assert config_file.find(None)[0].num_processes == 5
     with pytest.raises(UserError, match="does not exist"):
-        configuration.find("nowhere.yaml")
+        config_file.find("nowhere.yaml")

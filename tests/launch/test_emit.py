@@ -13,8 +13,8 @@ import yaml
 from stoker.cli import main
 from stoker.cli.launch import parse
 from stoker.errors import UserError
-from stoker.launch.config import Config
-from stoker.launch.emit import emit
+from stoker.launch.config.config_file import Config
+from stoker.launch.launchers.emit import emit
 
 HOSTILE = ["a b", "$(touch pwned)", "it's", '"', "new\nline", "$HOME", "$$(X)"]
 

@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from stoker.errors import UserError
-from stoker.launch import exchange
-from stoker.launch.environment import discover, first_slurm_host
-from stoker.launch.exchange import agree
+from stoker.launch.rank import exchange
+from stoker.launch.rank.environment import discover, first_slurm_host
+from stoker.launch.rank.exchange import agree
 
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "9"}
 OPEN_MPI = {

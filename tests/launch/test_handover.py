@@ -10,7 +10,7 @@ from live import HOSTILE, SCRIPTS, launch, reports
 
 from rig import MPIS, mpi_environment
 from stoker.errors import UserError
-from stoker.launch import handover
+from stoker.launch.rank import handover
 
 RANK = str(SCRIPTS / "rank.py")
 LONG = "x" * 120_000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.launch.hints import hints
+from stoker.launch.rank.hints import hints
 
 
 def test_an_unreachable_hub_points_to_local_files_and_own_metrics() -> None:

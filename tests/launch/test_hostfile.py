@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import UserError
-from stoker.launch import hosts
-from stoker.launch.hostfile import Host, check, parse, read, spread
-from stoker.launch.mpi import Mpirun, command, hostfile_text
+from stoker.launch.launchers import remote_hosts
+from stoker.launch.launchers.mpi import Mpirun, command, hostfile_text
+from stoker.launch.placement.hostfile import Host, check, parse, read, spread
 
 
 def test_every_dialect_is_read() -> None:
@@ -100,18 +100,18 @@ def test_hosts_with_other_numbers_of_slots_get_theirs() -> None:
 
 def test_every_word_reaches_the_other_shell_as_it_is(tmp_path: Path) -> None:
     words = ["printf", "%s|", "a b", "$(touch pwned)", "it's", '"', "new\nline", "`x`", "", "\\", "*", "~"]
-    sent = hosts.ssh_command("host", words)[-1]
+    sent = remote_hosts.ssh_command("host", words)[-1]
     done = subprocess.run(["sh", "-c", sent], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout == "|".join(words[2:]) + "|"
     assert not list(tmp_path.iterdir())
 
 
 def test_ssh_never_asks_and_takes_no_host_for_an_option() -> None:
-    command = hosts.ssh_command("host", ["true"])
+    command = remote_hosts.ssh_command("host", ["true"])
     assert "BatchMode=yes" in command
     assert command[command.index("--") + 1] == "host"
     with pytest.raises(UserError):
-        hosts.ssh_command("-oProxyCommand=x", ["true"])
+        remote_hosts.ssh_command("-oProxyCommand=x", ["true"])
 
 
 @pytest.mark.parametrize(
@@ -127,18 +127,18 @@ def test_ssh_never_asks_and_takes_no_host_for_an_option() -> None:
     ],
 )
 def test_each_failure_of_ssh_names_the_host_and_the_fix(complaint: str, says: str) -> None:
-    text = hosts._diagnose("b", 255, complaint, "/v/bin/python")
+    text = remote_hosts._diagnose("b", 255, complaint, "/v/bin/python")
     assert says in text
     assert text.startswith("b")
 
 
 def test_other_versions_on_a_host_are_refused() -> None:
-    mine = hosts.Versions("3.11.4", "2.13.0", "1.0")
-    hosts._compare("b", mine, hosts.Versions("3.11.9", "2.13.0", "1.0"))
+    mine = remote_hosts.Versions("3.11.4", "2.13.0", "1.0")
+    remote_hosts._compare("b", mine, remote_hosts.Versions("3.11.9", "2.13.0", "1.0"))
     for theirs, says in (
-        (hosts.Versions("3.12.1", "2.13.0", "1.0"), "Python 3.12.1"),
-        (hosts.Versions("3.11.4", "2.12.0", "1.0"), "torch 2.12.0"),
-        (hosts.Versions("3.11.4", "2.13.0", None), "no stoker"),
+        (remote_hosts.Versions("3.12.1", "2.13.0", "1.0"), "Python 3.12.1"),
+        (remote_hosts.Versions("3.11.4", "2.12.0", "1.0"), "torch 2.12.0"),
+        (remote_hosts.Versions("3.11.4", "2.13.0", None), "no stoker"),
     ):
         with pytest.raises(UserError, match=says):
-            hosts._compare("b", mine, theirs)
+            remote_hosts._compare("b", mine, theirs)

@@ -14,7 +14,7 @@ import pytest
 from live import STOKER, environment, running
 
 from rig import MPIS, mpi_environment
-from stoker.launch import leftovers
+from stoker.launch.rank import leftovers
 
 TWO = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 

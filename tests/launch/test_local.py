@@ -277,7 +277,7 @@ def test_inside_an_allocation_srun_starts_the_ranks_which_recognise_themselves(t
 
 def test_an_allocator_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     from stoker.errors import UserError
-    from stoker.launch import allocators
+    from stoker.launch.rank import allocators
 
     monkeypatch.setattr(allocators, "find", lambda name: None)
     allocators.preload("auto", ["x"])

@@ -11,10 +11,10 @@ import pytest
 from stoker.cli import main
 from stoker.cli.launch import parse
 from stoker.errors import UserError
-from stoker.launch.config import Config
+from stoker.launch.config.config_file import Config
 from stoker.launch.options import Options
 from stoker.launch.plan import Plan, make, show
-from stoker.launch.settings import Settings
+from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
 
 Recorded = Callable[[str], Machine]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.launch.output import Lines
+from stoker.launch.rank.output import Lines
 
 
 @given(st.binary(max_size=60).map(lambda data: data.replace(b"\r", b"")), st.lists(st.integers(0, 60), max_size=6))
@@ -53,7 +53,7 @@ def test_windows_line_ends_are_line_ends() -> None:
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from stoker.launch.output import attach
+from stoker.launch.rank.output import attach
 attach("[7] ", Path(sys.argv[1]), progress=False)
 print("said"); print("wrong", file=sys.stderr)
 os.write(1, b"no newline")

@@ -14,7 +14,7 @@ from live import HOSTILE, environment
 
 from stoker.hf.checkpointing import command
 from stoker.launch.options import Options
-from stoker.launch.settings import Settings
+from stoker.launch.rank.rank_settings import Settings
 from stoker.launch.start import with_launch
 from stoker.run_report.log import read_run
 

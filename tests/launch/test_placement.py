@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from stoker.errors import UserError
-from stoker.launch.binding import choose, ranges
-from stoker.launch.placement import Placement, parse_nodes, place
-from stoker.launch.settings import Settings
+from stoker.launch.placement.binding import choose, ranges
+from stoker.launch.placement.divide_cores import Placement, parse_nodes, place
+from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
 
 Recorded = Callable[[str], Machine]

@@ -13,11 +13,10 @@ import yaml
 
 from stoker.cli import parsing
 from stoker.errors import UserError
-from stoker.launch import config as configuration
-from stoker.launch import migrate
-from stoker.launch.ask import ask_all, tell_unneeded, understand
-from stoker.launch.check import check
-from stoker.launch.questions import QUESTIONS, Answers, Question, to_config
+from stoker.launch.config import config_file, migrate
+from stoker.launch.config.check_config import check
+from stoker.launch.config.prompts import ask_all, tell_unneeded, understand
+from stoker.launch.config.questions import QUESTIONS, Answers, Question, to_config
 from stoker.machine import Machine
 
 __all__ = ["main"]
@@ -46,7 +45,7 @@ def _ask(argv: list[str]) -> int:
         "--config_file",
         type=parsing.path,
         metavar="FILE",
-        help=f"where to write; without it {configuration.own_path()}",
+        help=f"where to write; without it {config_file.own_path()}",
     )
     parser.add_argument("--yes", action="store_true", help="ask nothing: take what the flags and the machine say")
     parser.add_argument("--more", action="store_true", help="ask also what accelerate did not: launcher and threads")
@@ -66,7 +65,7 @@ def _ask(argv: list[str]) -> int:
         given["distributed_type"] = "MULTI_CPU"  # nothing else can be meant
     machine = Machine.read()
     config = to_config(_defaults(given, machine) if options.yes else ask_all(given, machine, more=options.more))
-    path = options.config_file or configuration.own_path()
+    path = options.config_file or config_file.own_path()
     config.write(path)
     print(
         f"written to {path}; `stoker launch script.py` reads it"
@@ -106,7 +105,7 @@ def _typed(question: Question) -> Callable[[str], Any]:
 
 
 def _found(path: str | None) -> Path:
-    chosen = Path(path) if path else configuration.default_path()
+    chosen = Path(path) if path else config_file.default_path()
     if chosen is None:
         raise UserError("there is no config file yet; `stoker config` makes one")
     return chosen
@@ -116,7 +115,7 @@ def _show(argv: list[str]) -> int:
     parser = parsing.Parser("config show", "what a launch would read")
     parser.add_argument("file", nargs="?", type=parsing.path, help="without it, the default file")
     path = _found(parser.parse_args(argv).file)
-    config = configuration.Config.read(path)
+    config = config_file.Config.read(path)
     print(f"# {path}")
     print(yaml.safe_dump(config.to_mapping(), sort_keys=True), end="")
     for note in config.notes:
@@ -128,7 +127,7 @@ def _check(argv: list[str]) -> int:
     parser = parsing.Parser("config check", "what does not fit together in a config file, or not with this machine")
     parser.add_argument("file", nargs="?", type=parsing.path, help="without it, the default file")
     path = _found(parser.parse_args(argv).file)
-    findings = check(configuration.Config.read(path), Machine.read())
+    findings = check(config_file.Config.read(path), Machine.read())
     for finding in findings:
         print(f"{finding.severity}: {finding.text}")
     if not findings:
@@ -149,12 +148,12 @@ def _migrate(argv: list[str]) -> int:
         help="without it, beside the old one: OLD.migrated.yaml",
     )
     options = parser.parse_args(argv)
-    old = configuration.load(options.file)
-    config = configuration.Config.from_mapping(old, options.file)
+    old = config_file.load(options.file)
+    config = config_file.Config.from_mapping(old, options.file)
     stem, _ = os.path.splitext(options.file)
     target = options.output or f"{stem}.migrated.yaml"
     for line in migrate.explain(old, config):
         print(line)
-    configuration.write_mapping(migrate.for_accelerate(config), target)
+    config_file.write_mapping(migrate.for_accelerate(config), target)
     print(f"written to {target}")
     return 0

@@ -9,10 +9,10 @@ from typing import Any
 from stoker.cli import parsing
 from stoker.comm.words import COMPRESSIONS, check_words
 from stoker.errors import UserError
-from stoker.launch import allocators
-from stoker.launch.config import LAUNCHERS, PRECISIONS
+from stoker.launch.config.config_file import LAUNCHERS, PRECISIONS
 from stoker.launch.options import Options
-from stoker.launch.placement import parse_nodes
+from stoker.launch.placement.divide_cores import parse_nodes
+from stoker.launch.rank import allocators
 
 __all__ = ["main", "parse"]
 

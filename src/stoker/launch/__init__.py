@@ -5,7 +5,7 @@ Nothing here imports torch until a launcher of several processes needs its elast
 
 from __future__ import annotations
 
-from stoker.launch.config import Config
-from stoker.launch.placement import Placement, place
+from stoker.launch.config.config_file import Config
+from stoker.launch.placement.divide_cores import Placement, place
 
 __all__ = ["Config", "Placement", "place"]

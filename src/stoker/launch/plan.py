@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 
 from stoker.errors import UserError
 from stoker.hf.secrets import HIDDEN, is_secret
-from stoker.launch import binding, handover, hostfile, mpi, network
-from stoker.launch.config import Config
-from stoker.launch.hostfile import Host
+from stoker.launch.config.config_file import Config
+from stoker.launch.launchers import mpi
 from stoker.launch.options import Options
-from stoker.launch.placement import Placement
-from stoker.launch.settings import Settings
-from stoker.machine import Machine
+from stoker.launch.placement import binding, hostfile
+from stoker.launch.placement.divide_cores import Placement
+from stoker.launch.placement.hostfile import Host
+from stoker.launch.rank import handover
+from stoker.launch.rank.rank_settings import Settings
+from stoker.machine import Machine, network
 from stoker.numbers import whole_number
 
 __all__ = ["Plan", "PlannedRank", "counts", "handed_over", "launch_command", "make", "settings_for", "show",

@@ -1,6 +1,6 @@
 """`python -m stoker.launch.run SETTINGS SCRIPT [ARGUMENTS]`: one rank, from the inside.
 
-Under mpirun and srun the three of them come in the environment (`stoker.launch.handover`).
+Under mpirun and srun the three of them come in the environment (`stoker.launch.rank.handover`).
 
 It finds its rank, takes its place on the machine, sets the variables that torch, transformers and accelerate read,
 installs the compatibility layer, and then runs the script as Python would. The launchers start this; people type
@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, NoReturn
 from stoker import streams
 from stoker.errors import UserError
 from stoker.hf.checkpointing import command
-from stoker.launch import allocators, binding, exchange, handover, hints, output
-from stoker.launch.environment import Rank, discover
-from stoker.launch.settings import Settings
+from stoker.launch.placement import binding
+from stoker.launch.rank import allocators, exchange, handover, hints, output
+from stoker.launch.rank.environment import Rank, discover
+from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
 
 if TYPE_CHECKING:

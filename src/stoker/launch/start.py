@@ -12,13 +12,14 @@ from stoker import streams
 from stoker.errors import UserError
 from stoker.hf.checkpointing import command
 from stoker.hf.secrets import is_secret, without_secrets
-from stoker.launch import config as configuration
-from stoker.launch import elastic, handover, hosts, mpi
 from stoker.launch import plan as planning
-from stoker.launch.environment import Rank, discover
-from stoker.launch.job import silence
+from stoker.launch.config import config_file
+from stoker.launch.launchers import elastic, mpi, remote_hosts
+from stoker.launch.launchers.elastic_job import silence
 from stoker.launch.options import Options
-from stoker.launch.settings import Settings
+from stoker.launch.rank import handover
+from stoker.launch.rank.environment import Rank, discover
+from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
 
 __all__ = ["start", "with_launch"]
@@ -26,9 +27,9 @@ __all__ = ["start", "with_launch"]
 
 def start(options: Options) -> int:
     """Runs the script as asked; does not return where this very process becomes the script's."""
-    config, path = configuration.find(options.config_file)
+    config, path = config_file.find(options.config_file)
     if options.emit:
-        from stoker.launch.emit import emit
+        from stoker.launch.launchers.emit import emit
 
         for name in [name for name, _ in options.genv if is_secret(name)]:
             print(
@@ -99,7 +100,7 @@ def _launch_words(options: Options) -> tuple[str, ...]:
     return (*command.program(), *without_secrets(typed))
 
 
-def _say(options: Options, config: configuration.Config, path: object) -> None:
+def _say(options: Options, config: config_file.Config, path: object) -> None:
     lines = list(options.notes)
     if path is not None and not options.config_file:
         lines.append(f"config file {path}")
@@ -108,7 +109,7 @@ def _say(options: Options, config: configuration.Config, path: object) -> None:
         print(f"stoker: {line}", file=sys.stderr)
 
 
-def _inside(options: Options, config: configuration.Config, rank: Rank) -> int:
+def _inside(options: Options, config: config_file.Config, rank: Rank) -> int:
     """Another launcher has started this as one of its ranks: there is nothing left to launch."""
     if rank.rank == 0 and options.processes not in (None, rank.size):
         print(
@@ -138,7 +139,7 @@ def _mpirun(plan: planning.Plan, options: Options) -> int:
             "stoker: --max_restarts: mpirun cannot restart; give it to torchrun (--launcher torchrun)", file=sys.stderr
         )
     if options.check_hosts:
-        hosts.check_hosts([host.name for host, _ in plan.counts])
+        remote_hosts.check_hosts([host.name for host, _ in plan.counts])
     job = secrets.token_hex(8)
     told = replace(plan, settings=replace(plan.settings, several=True, report="stderr", job=job))
     environment = {**os.environ, **planning.handed_over(told, options)}

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
 
+from stoker.documents import BadDocument, parse_json
 from stoker.errors import UserError, first_line
 from stoker.hf.arguments import TrainingArguments
-from stoker.launch.documents import BadDocument, parse_json
 from stoker.option_values import StrictValues
 from stoker.user_files import read_text
 

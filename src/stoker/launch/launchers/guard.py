@@ -1,7 +1,7 @@
 """The other hosts of an mpirun, held by a line of ssh each: whether they are still there, and nobody left behind on them.
 
-`Lifelines` runs beside mpirun, which does not notice a host that has died. The other end, `python -m stoker.launch.guard
-JOB`, ends the job's processes on its host once the launch is over or has fallen silent.
+`Lifelines` runs beside mpirun, which does not notice a host that has died. The other end,
+`python -m stoker.launch.launchers.guard JOB`, ends the job's processes on its host once the launch is over or has fallen silent.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from stoker.launch import leftovers, network
-from stoker.launch.hosts import ssh_command
+from stoker.launch.launchers.remote_hosts import ssh_command
+from stoker.launch.rank import leftovers
+from stoker.machine import network
 
 __all__ = ["Lifelines", "main"]
 
@@ -39,7 +40,13 @@ class Lifelines:
         self._lines: dict[str, subprocess.Popen[bytes]] = {}
         alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
         path = environment.get("PYTHONPATH")
-        program = [*(["env", f"PYTHONPATH={path}"] if path else []), sys.executable, "-m", "stoker.launch.guard", job]
+        program = [
+            *(["env", f"PYTHONPATH={path}"] if path else []),
+            sys.executable,
+            "-m",
+            "stoker.launch.launchers.guard",
+            job,
+        ]
         # The shell says that the line stands before Python has started: a host may die in that second too.
         program = ["sh", "-c", 'echo here; exec "$@"', "sh", *program]
         for host in hosts:

@@ -1,7 +1,7 @@
 """The config file: accelerate's key names, read at any age, with what Stoker adds to them kept apart.
 
 `Config.read` understands Stoker's own files and accelerate's default_config.yaml (or .json) from its first version on;
-`stoker.launch.migrate` explains what became of each retired key.
+`stoker.launch.config.migrate` explains what became of each retired key.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
+from stoker.documents import BadDocument, parse_json, parse_yaml
 from stoker.errors import UserError
-from stoker.launch.documents import BadDocument, parse_json, parse_yaml
 from stoker.numbers import whole_number
 from stoker.user_files import check_replaceable, read_text
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from stoker import streams
-from stoker.launch import leftovers
+from stoker.launch.rank import leftovers
 from stoker.streams import ProgressLine
 
 __all__ = ["Lines", "attach"]

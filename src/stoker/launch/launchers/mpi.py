@@ -16,9 +16,10 @@ from typing import IO
 
 from stoker import streams
 from stoker.errors import UserError
-from stoker.launch import failure, hosts, leftovers
-from stoker.launch.guard import Lifelines
-from stoker.launch.hostfile import Host
+from stoker.launch.launchers import remote_hosts
+from stoker.launch.launchers.guard import Lifelines
+from stoker.launch.placement.hostfile import Host
+from stoker.launch.rank import failure, leftovers
 from stoker.launch.run import FAILURE_MARK, die_with_parent
 from stoker.machine.launchers import Launcher, find_launchers
 
@@ -254,7 +255,7 @@ class _Watch:
             failure.tell(first)
             return first.code
         code = 128 - code if code < 0 else code
-        gone = self._gone or hosts.silent(self._names)
+        gone = self._gone or remote_hosts.silent(self._names)
         if gone:
             code = 1
             print(f"\nstoker: {', '.join(gone)} no longer answers; all ranks were ended. Is it up?", file=sys.stderr)

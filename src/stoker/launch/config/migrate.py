@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.launch.config import Config
+from stoker.launch.config.config_file import Config
 
 __all__ = ["explain", "for_accelerate", "unknown"]
 

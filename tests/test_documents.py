@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from stoker.cli import main
-from stoker.launch.documents import BadDocument, parse_json, parse_yaml
+from stoker.documents import BadDocument, parse_json, parse_yaml
 
-SRC = Path(__file__).resolve().parents[2] / "src" / "stoker"
+SRC = Path(__file__).resolve().parents[1] / "src" / "stoker"
 
 ALIASES = "a0: &a0 x\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
 """Twelve lines that stand for 9^11 values, as they are found under any key that should hold one word."""

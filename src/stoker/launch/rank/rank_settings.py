@@ -1,5 +1,5 @@
 """What the launcher tells each rank: one small value that travels as a single word, on the command line or by
-`stoker.launch.handover`.
+`stoker.launch.rank.handover`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 
 from stoker.errors import UserError
-from stoker.launch import network
+from stoker.machine import network
 
 __all__ = ["Job", "listen", "silence"]
 

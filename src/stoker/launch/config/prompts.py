@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from stoker.errors import UserError
-from stoker.launch.questions import QUESTIONS, RELEASES, Answers, Question, Release
+from stoker.launch.config.questions import QUESTIONS, RELEASES, Answers, Question, Release
 from stoker.machine import Machine
 from stoker.numbers import whole_number
 

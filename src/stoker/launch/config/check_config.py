@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stoker.errors import UserError
-from stoker.launch import hostfile, network
-from stoker.launch.config import Config
-from stoker.launch.migrate import unknown
-from stoker.launch.placement import place
-from stoker.machine import Machine
+from stoker.launch.config.config_file import Config
+from stoker.launch.config.migrate import unknown
+from stoker.launch.placement import hostfile
+from stoker.launch.placement.divide_cores import place
+from stoker.machine import Machine, network
 
 __all__ = ["Finding", "check"]
 

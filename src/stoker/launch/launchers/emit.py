@@ -13,7 +13,7 @@ import yaml
 
 from stoker.errors import UserError
 from stoker.hf.secrets import is_secret
-from stoker.launch.config import Config
+from stoker.launch.config.config_file import Config
 from stoker.launch.options import Options
 from stoker.launch.plan import counts
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stoker.errors import UserError
-from stoker.launch import network
+from stoker.machine import network
 from stoker.numbers import whole_number
 from stoker.user_files import MIB, read_text
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from stoker.errors import UserError
-from stoker.launch.settings import Settings
+from stoker.launch.rank.rank_settings import Settings
 
 __all__ = ["FLAG", "command", "rank_command", "take", "variables"]
 

@@ -26,9 +26,9 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from stoker.errors import UserError
-from stoker.launch import failure, leftovers
-from stoker.launch.hosts import own_versions
-from stoker.launch.job import Job, listen
+from stoker.launch.launchers.elastic_job import Job, listen
+from stoker.launch.launchers.remote_hosts import own_versions
+from stoker.launch.rank import failure, leftovers
 
 __all__ = ["ROUND", "Meeting"]
 

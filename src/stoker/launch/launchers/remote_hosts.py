@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from stoker.errors import UserError
-from stoker.launch import network
+from stoker.machine import network
 
 __all__ = ["Versions", "check_hosts", "own_versions", "silent", "ssh_command"]
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from stoker.english import counted
 from stoker.errors import UserError
-from stoker.launch.placement import Placement, place
-from stoker.launch.settings import Settings
+from stoker.launch.placement.divide_cores import Placement, place
+from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
 from stoker.numbers import whole_number
 

@@ -1,7 +1,7 @@
 """Which cores, which memory and how many threads each process of a host gets: pure functions of `Machine`.
 
 Whole physical cores are divided over the processes; a process stays inside one NUMA node, or at least one socket,
-wherever the numbers allow. Setting it is the child's business (`stoker.launch.binding`).
+wherever the numbers allow. Setting it is the child's business (`stoker.launch.placement.binding`).
 """
 
 from __future__ import annotations

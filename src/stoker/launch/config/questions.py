@@ -1,7 +1,7 @@
 """The questionnaire of `stoker config`: the questions people know from accelerate, in its order, with answers proposed from
 the machine. What only Stoker asks is left for `--more`, so that notes on the old dialogue still fit.
 
-Data and pure functions; `stoker.launch.ask` does the talking. Every question is also a flag of `stoker config`.
+Data and pure functions; `stoker.launch.config.prompts` does the talking. Every question is also a flag of `stoker config`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from stoker.errors import UserError
-from stoker.launch import network
-from stoker.launch.config import LAUNCHERS, Config
-from stoker.launch.placement import place
-from stoker.machine import Machine
+from stoker.launch.config.config_file import LAUNCHERS, Config
+from stoker.launch.placement.divide_cores import place
+from stoker.machine import Machine, network
 from stoker.machine.verdicts import processes_and_threads
 
 __all__ = ["QUESTIONS", "RELEASES", "Answers", "Question", "Release", "to_config"]

@@ -1,7 +1,7 @@
 """Several processes by torchrun's elastic agent, on this machine or on several that are each started by hand or by a
 batch system.
 
-The agent is torch's; ours is the meeting point (stoker.launch.meeting) and what is said at the end.
+The agent is torch's; ours is the meeting point (stoker.launch.launchers.rendezvous) and what is said at the end.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from stoker.errors import UserError
-from stoker.launch import failure, handover, leftovers
-from stoker.launch.job import Job, listen
-from stoker.launch.settings import Settings
+from stoker.launch.launchers.elastic_job import Job, listen
+from stoker.launch.rank import failure, handover, leftovers
+from stoker.launch.rank.rank_settings import Settings
 
 __all__ = ["Job", "launch"]
 
@@ -61,7 +61,7 @@ def _run_agent(
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from stoker.launch.meeting import Meeting
+    from stoker.launch.launchers.rendezvous import Meeting
 
     if told is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]

@@ -1,7 +1,7 @@
 """Nothing stays behind after a launch: its temporary directory, and the processes that its ranks have started.
 
 A launch that fails or is interrupted ends what is left of it. One that was killed cannot, so its forwarders end its processes
-(`stoker.launch.output`), and the next launch of the same user removes its directory.
+(`stoker.launch.rank.output`), and the next launch of the same user removes its directory.
 """
 
 from __future__ import annotations

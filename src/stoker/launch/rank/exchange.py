@@ -18,8 +18,8 @@ import zlib
 from collections.abc import Mapping
 
 from stoker.errors import UserError
-from stoker.launch.environment import Rank, first_slurm_host
-from stoker.launch.network import free_port, own_address
+from stoker.launch.rank.environment import Rank, first_slurm_host
+from stoker.machine.network import free_port, own_address
 from stoker.numbers import whole_number
 
 __all__ = ["Pmi", "agree", "pmi"]

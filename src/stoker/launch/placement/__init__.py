@@ -1,0 +1,1 @@
+"""Which hosts and which cores, memory and threads each process gets."""
