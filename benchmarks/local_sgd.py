@@ -51,7 +51,7 @@ DEFAULT_SIDES = tuple(SIDES)[:3]
 
 def wrap(model: Any, way: Way) -> tuple[Any, Any]:
     """The model as it is trained, and its LocalSGD if there is one."""
-    from stoker.comm.local_sgd import LocalSGD
+    from stoker.distributed.local_sgd import LocalSGD
 
     if way.every:
         return model, LocalSGD(model, way.every, outer_lr=way.outer_lr, outer_momentum=way.outer_momentum)
@@ -62,7 +62,7 @@ def wrap(model: Any, way: Way) -> tuple[Any, Any]:
 
 def my_share(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A collate for this rank's rows of a global batch, dealt by tokens as Trainer does."""
-    from stoker.comm.balance import deal
+    from stoker.distributed.balance import deal
 
     def share(rows: Any) -> Any:
         mine = deal([len(row["input_ids"]) for row in rows], dist.get_world_size())[dist.get_rank()]

@@ -82,8 +82,8 @@ def _training(told: Rank) -> tuple[Callable[[int, str], None], Callable[[], None
     from train_step import CASES, build_model
 
     import stoker
-    from stoker.comm.balance import deal
-    from stoker.comm.local_sgd import LocalSGD
+    from stoker.distributed.balance import deal
+    from stoker.distributed.local_sgd import LocalSGD
 
     case = replace(CASES["bert-qa"], layers=told.layers, hidden=told.hidden)
     model = build_model(case)
@@ -124,7 +124,7 @@ def _batch(case: Any, number: int) -> dict[str, Any]:
 def _hook(mode: dict[str, str]) -> Any:
     import torch.distributed as dist
 
-    from stoker.comm.compression import Bf16Hook
+    from stoker.distributed.compression import Bf16Hook
 
     small = Bf16Hook()
 

@@ -63,7 +63,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
 
 
 # Tests of many processes share /dev/shm, ports and network names: with several workers they all go to the same one.
-TOGETHER = ("tests/comm/", "tests/launch/", "tests/hf/test_two_ranks.py")
+TOGETHER = ("tests/comm/", "tests/distributed/", "tests/launch/", "tests/hf/test_two_ranks.py")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -428,7 +428,7 @@ def functional_collectives(rank: int, size: int) -> None:
 
 def error_of_compressed_gradients(rank: int, size: int, name: str) -> float:
     """How far the sum of twenty compressed gradients is from that of plain ones, relative to its size."""
-    from stoker.comm.compression import compress_gradients
+    from stoker.distributed.compression import compress_gradients
 
     torch.manual_seed(0)
     plain, small = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
@@ -450,7 +450,7 @@ def feedback_keeps_to_its_parameters(rank: int, size: int) -> None:
     from types import SimpleNamespace
     from typing import Any
 
-    from stoker.comm.compression import Bf16Hook
+    from stoker.distributed.compression import Bf16Hook
 
     a, b = torch.randn(2, 100, generator=torch.Generator().manual_seed(rank)).unbind()
 
@@ -470,7 +470,7 @@ def feedback_forgets_what_is_not_finite(rank: int, size: int) -> None:
     from types import SimpleNamespace
     from typing import Any
 
-    from stoker.comm.compression import Bf16Hook
+    from stoker.distributed.compression import Bf16Hook
 
     hook, parameter = Bf16Hook(feedback=True), torch.zeros(3)
 
@@ -485,7 +485,7 @@ def feedback_forgets_what_is_not_finite(rank: int, size: int) -> None:
 
 def local_sgd_follows_the_first_rank(rank: int, size: int) -> None:
     """Ranks that found something else in a checkpoint, or nothing, go on as rank 0 does."""
-    from stoker.comm.local_sgd import LocalSGD
+    from stoker.distributed.local_sgd import LocalSGD
 
     model = torch.nn.Linear(1, 1)
     local = LocalSGD(model, every=2, outer_lr=0.7, outer_momentum=0.9)
@@ -502,7 +502,7 @@ def local_sgd_follows_the_first_rank(rank: int, size: int) -> None:
 
 
 def local_sgd_averages_weights(rank: int, size: int) -> None:
-    from stoker.comm.local_sgd import LocalSGD
+    from stoker.distributed.local_sgd import LocalSGD
 
     model = torch.nn.Linear(3, 3)
     local = LocalSGD(model, every=2)
@@ -515,7 +515,7 @@ def local_sgd_averages_weights(rank: int, size: int) -> None:
 
 
 def local_sgd_goes_on_with_another_momentum(rank: int, size: int) -> None:
-    from stoker.comm.local_sgd import LocalSGD
+    from stoker.distributed.local_sgd import LocalSGD
 
     model = torch.nn.Linear(1, 1)
     without, using = LocalSGD(model, 1), LocalSGD(model, 1, outer_momentum=0.9)
@@ -532,7 +532,7 @@ def local_sgd_goes_on_with_another_momentum(rank: int, size: int) -> None:
 
 
 def local_sgd_moves_on_with_momentum(rank: int, size: int) -> None:
-    from stoker.comm.local_sgd import LocalSGD
+    from stoker.distributed.local_sgd import LocalSGD
 
     model = torch.nn.Linear(1, 1)
     local = LocalSGD(model, every=1, outer_lr=0.5, outer_momentum=0.9)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from stoker.comm import compiled, engine, hosts, paths
+from stoker.comm import compiled, engine, host_groups, paths
 
 
 def test_other_versions_on_one_host_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_a_rank_that_does_not_come_to_set_up_a_group_is_named() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.2))
     with pytest.raises(RuntimeError, match="rank 1 of a group of 2 has not come"):
-        hosts.exchange(store, "host", 0, 2, "here")
+        host_groups.exchange(store, "host", 0, 2, "here")
     with pytest.raises(engine.CollectiveError, match=r"rank 7 has not come .* within 0.2 s"):
         engine.SharedMemory.open(store, 0, 2, [4, 7], timedelta(seconds=1))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stoker.comm import backend, compiled
+from stoker.comm import compiled, process_group
 from stoker.comm.registration import register
 from stoker.kernels import native
 from stoker.machine import cache_directory
@@ -60,7 +60,7 @@ uid, home, number, rank, port, forbidden = int(sys.argv[1]), sys.argv[2], *map(i
 register()
 torch.set_num_threads(1)
 native.library()
-assert backend.create is not None  # imported by now: after this, Python's own modules may be out of reach
+assert process_group.create is not None  # imported by now: after this, Python's own modules may be out of reach
 become(uid)
 os.environ.update(HOME=home)
 reason = why_not_compiled(forbidden)

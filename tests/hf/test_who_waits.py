@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stoker.comm.waiting import verdicts
+from stoker.distributed.stragglers import verdicts
 from stoker.hf.ranks import Ranks
 
 

@@ -18,7 +18,7 @@ from stoker.launch.rank.rank_settings import Settings
 from stoker.launch.start import with_launch
 from stoker.run_report.log import read_run
 
-SCRIPT = str(Path(__file__).resolve().parent.parent / "comm" / "elastic_script.py")
+SCRIPT = str(Path(__file__).resolve().parent.parent / "distributed" / "elastic_script.py")
 TRAINING = ["--per_device_train_batch_size", "4", "--max_steps", "8", "--save_steps", "3", "--report_to", "none",
             "--disable_tqdm", "true", "--ddp_timeout", "60"]  # fmt: skip
 RETIRED = ["--no_cuda", "--use_ipex", "--overwrite_output_dir", "True"]

@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from stoker.cli import parsing
-from stoker.comm.words import COMPRESSIONS, check_words
+from stoker.distributed.settings import COMPRESSIONS, check_words
 from stoker.errors import UserError
 from stoker.launch.config.config_file import LAUNCHERS, PRECISIONS
 from stoker.launch.options import Options

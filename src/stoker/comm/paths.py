@@ -1,7 +1,7 @@
 """The ways between the ranks of a group: shared memory within a host, one leader per host on the wire (oneCCL or gloo),
 and gloo between all ranks for the rest.
 
-`open_paths` lets all ranks of a group agree on them; the process groups (backend.py, python_group.py) only travel them.
+`open_paths` lets all ranks of a group agree on them; the process groups (process_group.py, python_group.py) only travel them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from stoker import __version__
 from stoker.comm.engine import SharedMemory, SharedMemoryUnavailable, chosen_memory
-from stoker.comm.hosts import exchange, group_by_host, host_identity, own_address
-from stoker.comm.rollcall import RollCall
+from stoker.comm.host_groups import exchange, group_by_host, host_identity, own_address
+from stoker.comm.missing_ranks import RollCall
 from stoker.comm.wire import OneCCL, open_oneccl
 
 __all__ = ["ENGINES", "Paths", "chosen_engine", "open_paths"]

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stoker.comm.backend import open_channel
 from stoker.comm.engine import CollectiveError, SharedMemory
 from stoker.comm.fitting import expect_fit, expect_list, expect_type
 from stoker.comm.lane import Lane, Named
 from stoker.comm.paths import Paths
+from stoker.comm.process_group import open_channel
 from stoker.comm.tensors import Dense, copy_to, numbers, op_code, op_name, parts, pointers, sizes, type_code
 
 __all__ = ["PythonGroup"]

@@ -24,6 +24,6 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
-    from stoker.comm.backend import create
+    from stoker.comm.process_group import create
 
     return create(options)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stoker.comm.hosts import exchange
+from stoker.comm.host_groups import exchange
 from stoker.comm.tensors import op_code, type_code
 from stoker.machine import cache_directory
 

@@ -15,7 +15,7 @@ import torch
 from accelerate.accelerator import Accelerator as _Stock
 from torch import nn
 
-from stoker.comm.words import check_words, from_environment, without_use
+from stoker.distributed.settings import check_words, from_environment, without_use
 from stoker.hf.ddp_backend import choose
 from stoker.numbers import whole_number
 
@@ -86,7 +86,7 @@ class Accelerator(_Stock):  # type: ignore[misc]
             local = {"outer_lr": 1.0 if lr is None else lr, "outer_momentum": momentum or 0.0}
             self._average_every(every, compression, models[0], args, **local)
         elif compression != "none":
-            from stoker.comm.compression import compress_gradients
+            from stoker.distributed.compression import compress_gradients
 
             found = prepared if isinstance(prepared, tuple) else (prepared,)
             wrapped = [one for one in found if isinstance(one, nn.parallel.DistributedDataParallel)]
@@ -99,7 +99,7 @@ class Accelerator(_Stock):  # type: ignore[misc]
     def _average_every(
         self, every: int, compression: str, model: nn.Module, prepared: tuple[Any, ...], **outer: float
     ) -> None:
-        from stoker.comm.local_sgd import LocalSGD
+        from stoker.distributed.local_sgd import LocalSGD
 
         self._local_sgd = LocalSGD(
             model,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from stoker.comm.words import COMPRESSIONS, check_words, from_environment
+from stoker.distributed.settings import COMPRESSIONS, check_words, from_environment
 from stoker.errors import UserError
 from stoker.hf.ddp_backend import choose
 from stoker.hf.retired import RETIRED, Retired

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.comm.balance import TokenBalancedSampler
-from stoker.comm.compression import compress_gradients
-from stoker.comm.local_sgd import LocalSGD
-from stoker.comm.waiting import Arrival, StepWait, Waiting
-from stoker.comm.words import without_use
+from stoker.distributed.balance import TokenBalancedSampler
+from stoker.distributed.compression import compress_gradients
+from stoker.distributed.local_sgd import LocalSGD
+from stoker.distributed.settings import without_use
+from stoker.distributed.stragglers import Arrival, StepWait, Waiting
 from stoker.hf.batches import lengths_of
 
 if TYPE_CHECKING:

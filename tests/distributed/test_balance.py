@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.comm.balance import TokenBalancedSampler, deal
+from stoker.distributed.balance import TokenBalancedSampler, deal
 
 
 @given(st.lists(st.integers(0, 512), max_size=60), st.integers(1, 7))

@@ -12,7 +12,7 @@ import pytest
 
 from comm.ranks import Ranks
 
-MODULE = "comm.training_cases"
+MODULE = "distributed.training_cases"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stoker.comm.words import check_outer
+from stoker.distributed.settings import check_outer
 
 __all__ = ["LocalSGD"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from comm.test_training_elastic import SCRIPT
+from distributed.test_training_elastic import SCRIPT
 from launch.live import STOKER, environment
 from rig import Rig
 

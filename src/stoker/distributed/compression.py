@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stoker.comm.words import COMPRESSIONS
+from stoker.distributed.settings import COMPRESSIONS
 
 __all__ = ["COMPRESSIONS", "Bf16Hook", "compress_gradients"]
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from comm.training_cases import train
+from distributed.training_cases import train
 
 torch.set_num_threads(1)
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

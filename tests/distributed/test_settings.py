@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.cli.launch import parse
-from stoker.comm.words import check_words, from_environment, without_use
+from stoker.distributed.settings import check_words, from_environment, without_use
 from stoker.errors import UserError
 
 
