@@ -11,12 +11,16 @@ from threadpoolctl import threadpool_info
 from torch.utils.checkpoint import checkpoint
 
 from kernels.plain import DTYPES, NAMES, WIDTH, leaf, operators
+from stoker.kernels import dropout as dropout_module
+from stoker.kernels import embedding as embedding_module
 from stoker.kernels import native
+from stoker.kernels import norm as norm_module
 from stoker.kernels.activation import bias_activation
 from stoker.kernels.attention import attention_packed
 from stoker.kernels.dropout import dropout
 from stoker.kernels.linear import linear, linear_packed
 from stoker.kernels.norm import layer_norm
+from stoker.kernels.registry import draw_key
 
 PRODUCTS = "linear_cross_entropy"  # its matrix products are torch's own, which promise no bits
 ROWS = 333  # more than 64 blocks of rows, and enough elements for every thread
@@ -109,12 +113,19 @@ def test_compiled_callers_get_the_same(name):
         torch.testing.assert_close(a, b)
 
 
+@pytest.fixture
+def same_key(monkeypatch):
+    """Every call with dropout gets the same key: threads share torch's generator, which keys are otherwise drawn from."""
+    key = draw_key()
+    for module in (dropout_module, embedding_module, norm_module):
+        monkeypatch.setattr(module, "draw_key", lambda: key)
+
+
+@pytest.mark.usefixtures("same_key")
 @pytest.mark.parametrize("name", NAMES)
 def test_several_python_threads_may_call_at_once(name):
-    """Each thread runs forward and backward on its own tensors; torch's seed is shared, so dropout is left out."""
+    """Each thread runs forward and backward on its own tensors."""
     operator = operators(150)[name]
-    if "dropout" in name:
-        operator = operators(150)["layer_norm"]
     want = operator.run(150)
     barrier = threading.Barrier(4)
 
