@@ -53,6 +53,7 @@ def test_numbers_that_json_cannot_hold_become_text(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     RunLog(tmp_path / "file").write("start")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_an_older_runs_log_is_kept_aside(tmp_path: Path) -> None:
