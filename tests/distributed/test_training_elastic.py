@@ -24,12 +24,12 @@ def test_a_killed_worker_leads_to_a_restart_from_the_last_checkpoint(tmp_path: P
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     done = launch("-n", "2", "--oversubscribe", SCRIPT, "--output_dir", str(whole), *TRAINING)
     assert done.returncode == 0, done.stderr[-3000:]
-    # A folder that was used before: its old checkpoints are nothing to go on from.
+    # A folder that was used before: its old checkpoints are not resumed from.
     (cut / "checkpoint-500").mkdir(parents=True)
     words = ["--output_dir", str(cut), "--kill_at", "7", *TRAINING]
     done = launch("-n", "2", "--oversubscribe", "--max_restarts", "1", SCRIPT, *words)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert f"started again (1) after a failure; going on from {cut / 'checkpoint-6'}" in done.stderr
+    assert f"restarted (1) after a failure; resuming from {cut / 'checkpoint-6'}" in done.stderr
     assert result(cut) == result(whole)
 
 
@@ -41,7 +41,7 @@ def test_under_mpirun_a_killed_worker_ends_the_job_and_the_printed_command_goes_
     done = launch("-n", "2", "--launcher", "mpich", "--oversubscribe", SCRIPT, *words, env=mpi_environment("mpich"))
     assert done.returncode != 0
     told = done.stderr.splitlines()
-    at = next(i for i, line in enumerate(told) if "to go on from the last checkpoint" in line)
+    at = next(i for i, line in enumerate(told) if "to resume from the last checkpoint" in line)
     command = shlex.split(told[at + 1])
     assert command[0] == "stoker"
     assert str(cut / "checkpoint-6") in command

@@ -33,7 +33,7 @@ def test_a_host_that_dies_leaves_the_training_to_the_other(tmp_path: Path) -> No
         both[1].communicate()
         assert both[0].returncode == 0, errors[-3000:]
         assert "(beta) is gone; going on with 1 of 2 machines" in errors
-        assert f"started again because machines came or went; going on from {tmp_path / 'checkpoint-6'}" in errors
+        assert f"restarted because machines joined or left; resuming from {tmp_path / 'checkpoint-6'}" in errors
         assert "gradient accumulation was 1, is 2; processes was 2, is 1" in errors
         last = json.loads((tmp_path / "checkpoint-8" / "stoker_run.json").read_text())["run"]
         assert (last["processes"], last["gradient accumulation"]) == (1, 2)

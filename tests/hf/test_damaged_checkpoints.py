@@ -63,10 +63,10 @@ def replace_by_folder(path: Path) -> None:
 def test_any_damage_to_any_file_is_noticed_and_the_older_checkpoint_is_taken(
     run: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert choice.newest_whole(run) == run / "checkpoint-4"
+    assert choice.newest_usable(run) == run / "checkpoint-4"
     damage(run / "checkpoint-4" / name)
     with caplog.at_level("WARNING", logger="stoker"):
-        assert choice.newest_whole(run) == folders.last_good(run) == run / "checkpoint-2"
+        assert choice.newest_usable(run) == folders.last_good(run) == run / "checkpoint-2"
     assert f"{run / 'checkpoint-4'} is skipped because it cannot be resumed from: {name} " in caplog.text
 
 
@@ -94,14 +94,14 @@ def test_without_a_manifest_damage_is_noticed_by_the_structure_of_the_files(
 )
 def test_a_damaged_manifest_is_a_reason_and_not_an_error(run: Path, content: bytes) -> None:
     (run / "checkpoint-4" / manifest.NAME).write_bytes(content)
-    assert choice.newest_whole(run) == run / "checkpoint-2"
+    assert choice.newest_usable(run) == run / "checkpoint-2"
 
 
 @pytest.mark.parametrize("content", ["[]", "7", "null", '{"global_step": "4"}', "[" * 100_000])
 def test_a_trainer_state_of_another_kind_is_a_reason_and_not_an_error(run: Path, content: str) -> None:
     (run / "checkpoint-4" / manifest.NAME).unlink()
     (run / "checkpoint-4" / "trainer_state.json").write_text(content)
-    assert choice.newest_whole(run) == run / "checkpoint-2"
+    assert choice.newest_usable(run) == run / "checkpoint-2"
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_weights_of_one_that_was_never_stopped(
@@ -114,7 +114,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_weights_of_one_t
     assert "checkpoint-4 is skipped" in caplog.text
     whole = transformers.BertForSequenceClassification.from_pretrained(trained / "checkpoint-4").state_dict()
     assert all(torch.equal(whole[name], value) for name, value in trainer.model.state_dict().items())
-    assert choice.newest_whole(run) == run / "checkpoint-4"  # written again
+    assert choice.newest_usable(run) == run / "checkpoint-4"  # written again
 
 
 def test_a_damaged_checkpoint_asked_for_by_name_is_refused_with_the_newest_whole_one(
@@ -154,13 +154,13 @@ def test_a_state_of_another_kind_is_one_sentence(run: Path, name: str) -> None:
 
 @pytest.mark.parametrize("optim", ["sgd", "adafactor", "rmsprop"])
 def test_an_optimizer_that_cannot_go_on_from_the_state_of_another_is_refused(run: Path, optim: str) -> None:
-    with pytest.raises(UserError, match=f"--optim adamw_torch.*, and --optim {optim} cannot go on from its state"):
+    with pytest.raises(UserError, match=f"--optim adamw_torch.*, and --optim {optim} cannot continue from its state"):
         tiny.trainer(run, **{**SETTINGS, "max_steps": 6, "optim": optim}).train(resume_from_checkpoint=True)
 
 
 def test_an_optimizer_with_the_same_state_goes_on(run: Path) -> None:
     trainer = tiny.trainer(run, **{**SETTINGS, "max_steps": 6, "optim": "adamw_torch"})
-    before = (run_facts.read(run / "checkpoint-4") or {})["run"]["optimizer"]
+    before = run_facts.read(run / "checkpoint-4")["run"]["optimizer"]
     other = "adamw_torch_fused" if before == "adamw_torch" else "adamw_torch"
     trainer.args.optim = transformers.training_args.OptimizerNames(other)
     trainer.train(resume_from_checkpoint=True)
@@ -238,7 +238,7 @@ def test_a_run_with_adapters_goes_on_from_the_older_checkpoint(tree_path: Path) 
     assert adapter.read_bytes() == kept
     (tree_path / "checkpoint-4" / manifest.NAME).unlink()
     truncate(adapter)
-    assert choice.newest_whole(tree_path) == tree_path / "checkpoint-2"
+    assert choice.newest_usable(tree_path) == tree_path / "checkpoint-2"
 
 
 class RewritesWeights(transformers.TrainerCallback):
@@ -257,7 +257,7 @@ def test_a_callback_may_change_the_checkpoint_it_is_told_of(tree_path: Path) -> 
     trainer.add_callback(RewritesWeights())
     trainer.train()
     manifest._KNOWN_WHOLE.clear()  # as another process would see it
-    assert choice.newest_whole(tree_path) == tree_path / "checkpoint-4"
+    assert choice.newest_usable(tree_path) == tree_path / "checkpoint-4"
     listed = json.loads((tree_path / "checkpoint-4" / manifest.NAME).read_text())["files"]
     assert "extra.pt" in listed
 

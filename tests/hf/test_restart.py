@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stoker.hf.checkpointing import restart
-from stoker.hf.checkpointing.restart import Start, steps_that_keep_the_batch
+from stoker.hf.checkpointing.restart import Start, accumulation_for_same_batch
 
 RANK = {"TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "0"}
 
@@ -60,5 +60,5 @@ def test_other_ranks_take_as_many_examples_where_they_can(
     before: tuple[int, int, int], processes: int, steps: int | None
 ) -> None:
     run = dict(zip(("batch size", "gradient accumulation", "processes"), before, strict=True))
-    assert steps_that_keep_the_batch(run, 4, processes) == steps
-    assert steps_that_keep_the_batch({**run, "tokens per batch": 100}, 4, processes) is None
+    assert accumulation_for_same_batch(run, 4, processes) == steps
+    assert accumulation_for_same_batch({**run, "tokens per batch": 100}, 4, processes) is None

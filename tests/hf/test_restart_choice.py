@@ -7,7 +7,7 @@ import os
 import zipfile
 from pathlib import Path
 
-from stoker.hf.checkpointing.restart import checkpoint_to_go_on_from
+from stoker.hf.checkpointing.restart import newest_of_this_run
 from stoker.run_report.log import NAME
 
 
@@ -26,9 +26,9 @@ def checkpoint(folder: Path, step: int, time: float) -> Path:
 def test_an_older_runs_checkpoint_with_more_steps_does_not_hide_this_runs(tree_path: Path) -> None:
     (tree_path / NAME).write_text(json.dumps({"kind": "start", "time": 5000.0}) + "\n")
     checkpoint(tree_path, 1000, time=100.0)
-    assert checkpoint_to_go_on_from(tree_path) is None
+    assert newest_of_this_run(tree_path) is None
     checkpoint(tree_path, 50, time=5010.0)
     mine = checkpoint(tree_path, 100, time=5020.0)
-    assert checkpoint_to_go_on_from(tree_path) == mine
+    assert newest_of_this_run(tree_path) == mine
     (mine / "optimizer.pt").write_bytes(b"")
-    assert checkpoint_to_go_on_from(tree_path) == tree_path / "checkpoint-50"
+    assert newest_of_this_run(tree_path) == tree_path / "checkpoint-50"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf.tiny import tiny_model
-from stoker.hf import distributed
+from stoker.hf import ranks
 from stoker.hf.meter import Meter, Work
 from stoker.hf.ranks import tokens_of
 
@@ -56,7 +56,7 @@ def test_tokens_are_counted_without_padding(dataset: Any) -> None:
 
 
 def test_reading_a_large_data_set_row_by_row_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "_LENGTHS_READ", 3)
+    monkeypatch.setattr(ranks, "_LENGTHS_READ", 3)
     assert tokens_of(Rows(masked=True), "length") is None
 
 

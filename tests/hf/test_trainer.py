@@ -132,10 +132,10 @@ def test_a_nan_loss_names_the_examples_of_a_run_that_began_its_epoch_anew(tree_p
     [
         (
             {"tokens_per_batch": 90, "dataloader_drop_last": True},
-            "dataloader_drop_last: without effect with tokens_per",
+            "dataloader_drop_last is ignored with tokens_per",
         ),
-        ({"group_by_length": True, "dataloader_drop_last": True}, "dataloader_drop_last: without effect with group_by"),
-        ({"tokens_per_batch": 90, "max_steps": 1}, "tokens_per_batch: without effect, for an IterableDataset"),
+        ({"group_by_length": True, "dataloader_drop_last": True}, "dataloader_drop_last is ignored with group_by"),
+        ({"tokens_per_batch": 90, "max_steps": 1}, "tokens_per_batch is ignored: an IterableDataset"),
         ({"tokens_per_batch": 90}, ""),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_setting_without_effect_is_named(
     data = Stream() if said.startswith("tokens") else None
     with caplog.at_level("WARNING", logger="stoker"):
         tiny.trainer(tree_path, data=data, **settings).get_train_dataloader()
-    assert caplog.text.count("without effect") == (1 if said else 0)
+    assert caplog.text.count("is ignored") == (1 if said else 0)
     assert said in caplog.text
 
 
@@ -319,24 +319,19 @@ def test_an_interrupt_during_evaluation_saves_at_once(tree_path: Path) -> None:
     assert names(tree_path) == ["checkpoint-2"]
 
 
-def test_ranks_of_another_launcher_are_told_to_be_started_as_before(
-    tree_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_resume_command_of_another_launchers_ranks_says_how_to_start_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_launches", [])
-    trainer = tiny.trainer(tree_path)
-    trainer.resume_arguments = ["train", "qa"]
-    monkeypatch.setattr(type(trainer.args), "world_size", 2)
     for launch, shown in (
-        (None, "To go on, started in 2 processes as before:\n  stoker train qa --resume_from_checkpoint c"),
+        (None, "To resume (start 2 processes as before):\n  stoker train qa --resume_from_checkpoint c"),
         (command.Launch(("stoker", "launch", "s.py"), outer="Intel MPI"),
-         "To go on, started in 2 processes by Intel MPI as before:\n  stoker launch s.py train qa --resume"),
-        (command.Launch(("stoker", "launch", "-n", "2", "s.py")), "To go on:\n  stoker launch -n 2 s.py train qa --resume"),
+         "To resume (start 2 processes by Intel MPI as before):\n  stoker launch s.py train qa --resume"),
+        (command.Launch(("stoker", "launch", "-n", "2", "s.py")), "To resume:\n  stoker launch -n 2 s.py train qa --resume"),
     ):  # fmt: skip
         if launch is not None:
             command.launched_as(launch)
-        assert shown in trainer._how_to_go_on(Path("c"))
-    command.launched_as(command.Launch(("stoker",), tells=True))
-    assert trainer._how_to_go_on(Path("c")) == ""
+        assert shown in command.how_to_resume(Path("c"), ["train", "qa"], 2)
+    command.launched_as(command.Launch(("stoker",), prints_command=True))
+    assert command.how_to_resume(Path("c"), ["train", "qa"], 2) == ""
 
 
 def test_work_counts_products_and_attention() -> None:

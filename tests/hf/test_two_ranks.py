@@ -56,7 +56,7 @@ def test_a_signal_to_one_rank_stops_both_and_the_run_resumes_exactly(tree_path: 
     stopped = launch(tree_path / "cut", "5")
     assert [code for code, _ in stopped] == [143, 143], "\n".join(out[-2500:] for _, out in stopped)
     assert "Stopped by SIGTERM after step 6" in stopped[0][1]
-    assert "To go on, started in 2 processes as before:" in stopped[0][1]
+    assert "To resume (start 2 processes as before):" in stopped[0][1]
     files = {path.name for path in (tree_path / "cut" / "checkpoint-6").iterdir()}
     assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors"} <= files
     sealed = json.loads((tree_path / "cut" / "checkpoint-6" / manifest.NAME).read_text())["files"]

@@ -22,14 +22,14 @@ def told(waits: list[list[float]], seconds: float = 0.3) -> dict[str, float]:
     ranks = Ranks(trainer)
     ranks._waiting = SimpleNamespace(take=lambda: verdicts(waits))  # type: ignore[assignment]
     ranks._step_seconds = [seconds] * len(waits)
-    return ranks.told()
+    return ranks.figures()
 
 
 def test_the_rank_that_local_sgd_waits_for_is_named_though_ranks_meet_seldom(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="stoker"):
         found = told([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.2]] * 3)
     assert found == {"waited": 0.1, "waited_for_rank": 1}
-    assert "rank 1 holds the others up: they waited for it at 3 of the last 3 meetings" in caplog.text
+    assert "rank 1 is slow: the other ranks waited for it in 3 of the last 3 synchronizations" in caplog.text
 
 
 def test_where_nobody_met_nobody_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -67,7 +67,7 @@ def test_every_word_survives_the_shell() -> None:
     ],
 )
 def test_the_command_that_goes_on_neither_starts_over_nor_goes_back(words: str, kept: str) -> None:
-    assert " ".join(command.going_on(words.split())) == kept
+    assert " ".join(command.without_start_options(words.split())) == kept
 
 
 def test_secrets_are_left_out_and_named() -> None:

@@ -140,9 +140,9 @@ def test_the_same_command_again_goes_on_where_it_stopped(
     assert main(command) == 0
     capsys.readouterr()
     assert main([*command, "--num_train_epochs", "2"]) == 0
-    assert "going on from" in capsys.readouterr().err
+    assert "resuming from" in capsys.readouterr().err
     assert main([*command, "--overwrite_output_dir"]) == 0
-    assert "going on from" not in capsys.readouterr().err
+    assert "resuming from" not in capsys.readouterr().err
 
 
 def test_classify_trains_evaluates_and_predicts(bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from accelerate.accelerator import Accelerator as _Stock
 from torch import nn
 
 from stoker.distributed.settings import check_words, from_environment, without_use
-from stoker.hf.ddp_backend import choose
-from stoker.numbers import whole_number
+from stoker.hf.ddp_backend import choose, join, several_processes
 
 __all__ = ["Accelerator", "clip_in_one_pass"]
 
@@ -35,28 +33,20 @@ class Accelerator(_Stock):  # type: ignore[misc]
     _loaded_from: str = ""
 
     def __init__(self, *args: Any, **named: Any) -> None:
-        if _several_processes() and not torch.accelerator.is_available():
+        if several_processes() and not torch.accelerator.is_available():
             self._join(named.get("kwargs_handlers") or [])
         super().__init__(*args, **named)
 
     def _join(self, handlers: list[Any]) -> None:
-        """Joins the processes before accelerate does, which knows gloo and mpi only and forgets the timeout on CPUs."""
-        from accelerate import PartialState
         from accelerate.utils import InitProcessGroupKwargs, get_cpu_distributed_information
 
         handler = next((one for one in handlers if isinstance(one, InitProcessGroupKwargs)), None)
-        asked = (getattr(handler, "backend", None) if handler else None) or self.backend_wanted
-        choice = choose(asked)
-        named = {"timeout": handler.timeout} if handler is not None and handler.timeout is not None else {}
+        choice = choose(getattr(handler, "backend", None) or self.backend_wanted)
         if handler is not None:
             handler.backend = None  # accelerate takes the group that exists, but refuses a name it does not know
-        if torch.distributed.is_initialized():
-            return
-        here = get_cpu_distributed_information()
-        if choice.note and here.rank == 0:
+        if choice.note and not torch.distributed.is_initialized() and get_cpu_distributed_information().rank == 0:
             log.warning("%s", choice.note)
-        torch.distributed.init_process_group(choice.name, rank=here.rank, world_size=here.world_size, **named)
-        PartialState(cpu=True)
+        join(choice.name, getattr(handler, "timeout", None))
 
     def prepare(self, *args: Any, **named: Any) -> Any:
         if self.device.type == "cpu":
@@ -162,11 +152,6 @@ def _clip(accelerator: _Stock, stock: Any, parameters: Any, max_norm: Any, norm_
         return stock(parameters, max_norm, norm_type)
     accelerator.unscale_gradients()
     return clip_grad_norm_(parameters, max_norm, norm_type)
-
-
-def _several_processes() -> bool:
-    names = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
-    return "LOCAL_RANK" in os.environ or any((whole_number(os.environ.get(name, "")) or 1) > 1 for name in names)
 
 
 def _optimize(prepared: tuple[Any, ...], precision: str) -> None:

@@ -16,13 +16,12 @@ import transformers
 
 from stoker.distributed.settings import COMPRESSIONS, check_words, from_environment
 from stoker.errors import UserError
-from stoker.hf.ddp_backend import choose
+from stoker.hf.ddp_backend import choose, join
 from stoker.hf.retired import RETIRED, Retired
-from stoker.numbers import whole_number
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
 
-__all__ = ["InvalidArgument", "TrainingArguments", "several_processes"]
+__all__ = ["InvalidArgument", "TrainingArguments"]
 
 log = logging.getLogger("stoker")
 
@@ -103,7 +102,7 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
         self._take_distributed_words()
         backend = self._choose_backend(said)
         if self.use_cpu:
-            self._join(backend)
+            join(backend, self.ddp_timeout_delta)
             self.ddp_backend = None  # accelerate takes the group that exists, but refuses a name it does not know
         super().__post_init__()
         self.ddp_backend = backend
@@ -167,20 +166,6 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
         said.append(choice.note or "")
         return choice.name
 
-    def _join(self, backend: str | None) -> None:
-        """Joins the processes before transformers does, which on CPUs would forget `ddp_timeout`."""
-        if torch.distributed.is_initialized() or not several_processes():
-            return
-        from accelerate import PartialState
-        from accelerate.utils import get_cpu_distributed_information
-
-        if backend == "ccl":
-            here = get_cpu_distributed_information()
-            torch.distributed.init_process_group(
-                "ccl", timeout=self.ddp_timeout_delta, rank=here.rank, world_size=here.world_size
-            )
-        PartialState(cpu=True, timeout=self.ddp_timeout_delta)
-
     @property
     def optimizes(self) -> bool:
         """Whether the Trainer applies `stoker.optimize`."""
@@ -194,12 +179,6 @@ def _refuse_non_finite(args: TrainingArguments) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             instead = "; 0 turns clipping off" if one.name == "max_grad_norm" else ""
             raise InvalidArgument(f"{one.name} is {value}; it must be a finite number{instead}")
-
-
-def several_processes() -> bool:
-    """Whether a launcher started this process as one of several, by the variables that accelerate goes by."""
-    names = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
-    return "LOCAL_RANK" in os.environ or any((whole_number(os.environ.get(name, "")) or 1) > 1 for name in names)
 
 
 _SAID: set[str] = set()

@@ -1,26 +1,27 @@
 """Batches by number of tokens, or of similar length, in an order that depends on seed and epoch alone.
 
-Such an order can be taken up again in the middle: a resumed run asks for the same epoch and skips what it had.
+A resumed run can reproduce that order: it asks for the same epoch and skips the batches that were trained.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["EpochBatches", "lengths_of"]
+__all__ = ["EpochBatches", "Position", "lengths_of"]
 
-_POOL = 50  # batches sorted together when similar lengths are asked for; larger pools leave less chance in the order
+_POOL = 50  # batches sorted together when similar lengths are asked for; larger pools make the order less random
 
 
 class EpochBatches:
-    """A batch sampler. Give `rows` or `tokens`; `similar` puts rows of like length together.
+    """A batch sampler with a number of `rows` or of `tokens` per batch; `similar` puts rows of similar length together.
 
-    With several processes, each gets every `world_size`-th batch, and all get equally many.
+    With several processes, each gets every `world_size`-th batch, and all get the same number of batches.
     """
 
     def __init__(
@@ -46,11 +47,24 @@ class EpochBatches:
         self.rows, self.tokens, self.similar, self.shuffle = rows, tokens, similar, shuffle
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.epoch = 0
-        # Cut by tokens, epochs would differ in their number of batches; trainers plan with one, so the first one's counts.
+        # By tokens, epochs would differ in their number of batches; trainers plan with one number, so the first epoch sets it.
         first = self._cut(self._order())
         self._count = -(-len(first) // world_size) * world_size
         self._first = self._even(first)
         self._made = (0, self._first)
+
+    @classmethod
+    def from_arguments(cls, args: Any, dataset: Any, *, tokens: int | None, similar: bool) -> EpochBatches:
+        """The batches of this rank, by the TrainingArguments `args`; ValueError if a row has more than `tokens` tokens."""
+        return cls(
+            lengths_of(dataset, args.length_column_name),
+            rows=None if tokens else args.train_batch_size,
+            tokens=tokens,
+            similar=similar,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            rank=args.process_index,
+            world_size=args.world_size,
+        )
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -98,22 +112,22 @@ class EpochBatches:
         return batches
 
     def _even(self, batches: list[list[int]]) -> list[list[int]]:
-        """As many batches as the first epoch has, for every process alike: large ones are split, or rows go where room is."""
+        """As many batches as in the first epoch, the same number for each process: large batches are split, small ones merged."""
         batches = self._spread(batches) if len(batches) > self._count else list(batches)
         while len(batches) < self._count:
             largest = max(range(len(batches)), key=lambda i: len(batches[i]))
             batch = batches[largest]
             if len(batch) < 2:
-                batches.append(batches[0])  # fewer rows than processes: one is seen twice
+                batches.append(batches[0])  # fewer rows than processes: one is trained twice
                 continue
             batches[largest : largest + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
         return batches
 
     def _spread(self, batches: list[list[int]]) -> list[list[int]]:
-        """At most `_count` batches, none above `tokens`, out of more.
+        """Reduces `batches` to at most `_count`, none with more than `tokens` tokens.
 
-        The emptiest are taken apart and their rows put where there is room; where that is not enough, more and more of the
-        emptiest are filled anew, up to all. What fits the first epoch's way only comes in its batches, in another order.
+        The emptiest are dissolved and their rows put where there is room. If that is not enough, more and more of the
+        emptiest are refilled, up to all of them. If no such packing is found, the first epoch's batches serve in another order.
         """
         emptiest = sorted(range(len(batches)), key=lambda i: int(self.lengths[batches[i]].sum()))
         gone, again = len(batches) - self._count, 0
@@ -130,7 +144,7 @@ class EpochBatches:
         return [self._first[i] for i in order.tolist()]
 
     def _fill(self, batches: list[list[int]], rows: list[int]) -> bool:
-        """Puts every row, the longest first, into the batch that it fills best; False if one has no place."""
+        """Puts every row, the longest first, into the batch that it fills best; False if one fits nowhere."""
         rooms = sorted(((self.tokens or 0) - int(self.lengths[batch].sum()), i) for i, batch in enumerate(batches))
         for row in sorted(rows, key=lambda row: -self.lengths[row]):
             length = int(self.lengths[row])
@@ -143,8 +157,27 @@ class EpochBatches:
         return True
 
 
+@dataclass
+class Position:
+    """Which batch is being computed. The Trainer's callback updates it."""
+
+    epoch: int = 0
+    epoch_began_at: int = 0
+    """The global step at which this process began the epoch."""
+    micro_batch: int = 0
+    """Batches of the current step that are done (gradient accumulation)."""
+
+    def in_epoch(self, batches: int, args: Any, step: int) -> tuple[int, int]:
+        """The epoch, and the number of the batch within it, after `step` steps of epochs with so many `batches`."""
+        accumulation = args.gradient_accumulation_steps
+        epoch, update = self.epoch, step - self.epoch_began_at
+        if not args.ignore_data_skip:
+            epoch, update = divmod(step, max(-(-batches // accumulation), 1))
+        return epoch, update * accumulation + self.micro_batch
+
+
 def lengths_of(dataset: Any, column: str = "length") -> NDArray[np.int64]:
-    """The number of tokens of each row of a data set, by its own account if it gives one."""
+    """The number of tokens of each row: `dataset.lengths` or the column if there is one, else counted."""
     known = getattr(dataset, "lengths", None)
     if known is not None:
         return np.asarray(known, np.int64)

@@ -1,21 +1,28 @@
-"""Which torch.distributed backend serves, in one place: what was asked for, what is there, and the line to say."""
+"""The process group of CPU runs: which torch.distributed backend serves, and joining it.
+
+transformers and accelerate can join by themselves, but on CPUs they know only gloo and mpi, and ignore the timeout.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
-import torch.distributed
+import torch.distributed as dist
 
-__all__ = ["Choice", "alias_ccl", "choose"]
+from stoker.numbers import whole_number
+
+__all__ = ["Choice", "alias_ccl", "choose", "join", "several_processes"]
 
 
 @dataclass(frozen=True)
 class Choice:
     name: str
-    """What init_process_group gets."""
+    """The backend to pass to init_process_group."""
     note: str | None = None
-    """One line, if it is not what was asked for."""
+    """One line for the user if it is not the backend that was asked for."""
 
 
 def choose(asked: str | None) -> Choice:
@@ -23,20 +30,42 @@ def choose(asked: str | None) -> Choice:
     if asked in (None, "", "gloo"):
         return Choice("gloo")
     if asked in ("ccl", "mpi"):
-        if torch.distributed.is_backend_available(asked):
+        if dist.is_backend_available(asked):
             return Choice(asked)
         return Choice("gloo", f"backend {asked}: not available here, gloo is used; the results are the same")
     return Choice("gloo", f"backend {asked}: not for CPUs, gloo is used")
 
 
+def several_processes() -> bool:
+    """Whether a launcher started this process as one of several, by the variables that accelerate reads."""
+    names = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
+    return "LOCAL_RANK" in os.environ or any((whole_number(os.environ.get(name, "")) or 1) > 1 for name in names)
+
+
+def join(backend: str | None, timeout: timedelta | None = None) -> None:
+    """Joins the other processes, unless there are none or this was done already; `backend` None: accelerate's choice."""
+    if dist.is_initialized() or not several_processes():
+        return
+    from accelerate import PartialState
+    from accelerate.utils import get_cpu_distributed_information
+
+    given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if backend == "ccl":  # unknown to accelerate, which takes a group that exists
+        this = get_cpu_distributed_information()
+        dist.init_process_group(backend, rank=this.rank, world_size=this.world_size, **given)
+    elif backend is not None:
+        given["backend"] = backend
+    PartialState(cpu=True, **given)
+
+
 def alias_ccl() -> str | None:
-    """Makes init_process_group("ccl") work where no ccl is installed, by gloo; returns the line to say, None if it is there."""
+    """Makes init_process_group("ccl") use gloo where ccl is not available; returns the line for the user, None if it is."""
     choice = choose("ccl")
     if choice.name == "ccl":
         return None
-    torch.distributed.Backend.register_backend("ccl", _gloo, devices=["cpu"])
+    dist.Backend.register_backend("ccl", _gloo, devices=["cpu"])
     return choice.note
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)

@@ -6,6 +6,7 @@ raised by computing padding.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -110,9 +111,18 @@ class Meter:
             self.flops += training_flops(self.work, lengths)
         self.rows += rows
 
-    def pause(self, seconds: float) -> None:
-        """Time that was not training: evaluation, writing of checkpoints."""
-        self._paused += seconds
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.phases[name] += time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training: evaluation, writing of checkpoints."""
+        begin = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - begin
 
     def _share(self, rate: float) -> dict[str, float]:
         if self.peak is None:

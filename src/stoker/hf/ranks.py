@@ -1,7 +1,7 @@
-"""The side of a Trainer that several processes need: how gradients meet, who gets which examples, who waited for whom.
+"""What a Trainer does only with several processes: averaging gradients or weights, balancing tokens, logging stragglers.
 
-`Ranks` belongs to one Trainer, which calls it at the moments that its methods are named after. With one process it does
-nothing. The collectives themselves are `stoker.comm`'s.
+`Ranks` belongs to one Trainer, which calls its methods at the events they are named after. With one process it does nothing.
+The algorithms are in `stoker.distributed`.
 """
 
 from __future__ import annotations
@@ -34,28 +34,33 @@ __all__ = ["BUCKET_MB", "Ranks", "averages_own_loss", "configure_ddp", "tokens_o
 log = logging.getLogger("stoker")
 
 BUCKET_MB = 100
-"""DDP's bucket on CPUs. Within a host 25 and 100 MB took the same time (docs/distributed.md); of two that are equal, the one
-with fewer meetings of all ranks is the safer, because each waits for the slowest."""
+"""DDP's bucket size on CPUs. Within a host 25 and 100 MB took the same time (docs/distributed.md); of the two, 100 MB needs
+fewer collectives, each of which waits for the slowest rank."""
 
-_LENGTHS_READ = 50_000  # rows of a data set that does not know its lengths; reading more would delay the first step
-_SLOW_SHARE, _SLOW_STEPS, _SLOW_TIME = 0.8, 10, 0.1  # the others waited for one rank: in so many steps, for so much
-_SLOW_MEETINGS = 3  # fewer may be chance; with local SGD ranks meet every K steps only
+_LENGTHS_READ = 50_000  # rows of a dataset that does not know its lengths; reading more would delay the first step
+# A rank is reported as slow if it was the last in this share of the collectives, over this many steps, and the others lost
+# this share of the step time.
+_SLOW_SHARE, _SLOW_STEPS, _SLOW_TIME = 0.8, 10, 0.1
+_SLOW_COLLECTIVES = 3  # fewer may be chance; local SGD has one collective in K steps
 
 
 class Ranks:
-    """All that a Trainer does only because there are other processes."""
+    """The other processes, as one Trainer sees them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.local: LocalSGD | None = None
         self.balanced: TokenBalancedSampler | None = None
         self.compressed: nn.Module | None = None
-        """The wrapped model whose gradients travel compressed."""
+        """The wrapped model whose gradients are sent compressed."""
         self._arrival: Arrival | None = None
         self._waiting: Waiting | None = None
         self._began = 0.0
         self._step_seconds: list[float] = []
-        self._said_slow: set[int] = set()
+        self._reported_slow: set[int] = set()
+        self._deferred: set[str] = set()
+        """Flags of TrainerControl that wait for the next average of local SGD."""
+        self._resumed_from: Path | None = None
 
     @property
     def several(self) -> bool:
@@ -95,15 +100,14 @@ class Ranks:
             self._load_local()
         elif isinstance(model, DistributedDataParallel):
             if not any(buffer.is_floating_point() for buffer in model.buffers()):
-                model.broadcast_buffers = (
-                    False  # constants such as position ids; sending them is a meeting in every step
-                )
+                # Only constants such as position ids: sending them would cost a collective in every step.
+                model.broadcast_buffers = False
             if compression != "none" and self.compressed is not model:  # train() may be called again
                 compress_gradients(model, compression)
                 self.compressed = model
             self._arrival = Arrival(trainer.model)
         elif compression != "none" and trainer.is_world_process_zero():
-            log.warning("gradient_compression %s: without effect, for the model is not in DDP", compression)
+            log.warning("gradient_compression=%s is ignored: the model is not wrapped in DDP", compression)
 
     def train_ends(self) -> None:
         if self._arrival is not None:
@@ -113,23 +117,23 @@ class Ranks:
     # Batches
 
     def balance(self, loader: Any) -> Any:
-        """The Trainer's own loader with the examples of each global batch dealt by tokens; as it is where that cannot be."""
+        """The Trainer's own loader, with the examples of each global batch distributed by tokens where that is possible."""
         args, dataset = self.trainer.args, self.trainer.train_dataset
         self.balanced = None
-        if not self.several or not getattr(args, "balance_tokens", True) or not self._pads_not():
+        if not self.several or not getattr(args, "balance_tokens", True) or not self._computes_no_padding:
             return loader
         shard = getattr(loader, "batch_sampler", None)
         order = getattr(getattr(shard, "batch_sampler", shard), "sampler", None)
-        if type(order).__name__ != "SeedableRandomSampler":  # someone's own order, or none that ranks share
+        if type(order).__name__ != "SeedableRandomSampler":  # a custom order, or none that ranks share
             return loader
         try:
             lengths = tokens_of(dataset, args.length_column_name)
-        except (KeyError, TypeError, IndexError, ValueError):  # rows that are not tokens
+        except (KeyError, TypeError, IndexError, ValueError):  # its rows are not token ids
             return loader
         if lengths is None:
             if self.trainer.is_world_process_zero():
                 log.warning(
-                    "batches are not balanced by tokens: the data set has neither `lengths` nor a column of them"
+                    "batches are not balanced by tokens: the dataset has neither `lengths` nor a column of lengths"
                 )
             return loader
         self.balanced = TokenBalancedSampler(
@@ -140,13 +144,10 @@ class Ranks:
             loader.dataset, batch_sampler=self.balanced, collate_fn=loader.collate_fn, num_workers=loader.num_workers
         )
 
-    def _pads_not(self) -> bool:
-        """Whether the model computes real tokens only, so that tokens are what a batch costs."""
+    @property
+    def _computes_no_padding(self) -> bool:
+        """Whether the model computes real tokens only, so that the cost of a batch is its number of tokens."""
         return getattr(self.trainer.args, "use_ipex", None) is not False
-
-    def loss_weight(self, position: int) -> float:
-        """What this rank's loss counts in the micro-batch at `position` of the epoch."""
-        return self.balanced.weight(position) if self.balanced is not None else 1.0
 
     # Steps
 
@@ -157,15 +158,20 @@ class Ranks:
         if self._arrival is not None and self._waiting is not None:
             self._waiting.add(time.perf_counter() - self._arrival.at)
 
-    def meets(self, last: bool) -> bool:
-        """Whether the ranks meet after this step: always with DDP; with local SGD where they average."""
+    def step_ends(self, control: Any) -> bool:
+        """Whether all ranks hold the same weights now: always with DDP; with local SGD where they have just averaged."""
         if self.local is None:
-            return self.several
-        self.local.steps += 1
-        if not last and self.local.steps % self.local.every:
-            return False
-        self._average()
-        return True
+            agreed = True
+        else:
+            self.local.steps += 1
+            agreed = control.should_training_stop or self.local.steps % self.local.every == 0
+            if agreed:
+                self._average()
+            self._defer(control, agreed)
+        if self._waiting is not None:
+            self._waiting.step()
+            self._step_seconds.append(time.perf_counter() - self._began)
+        return agreed
 
     def _average(self) -> None:
         assert self.local is not None
@@ -173,20 +179,24 @@ class Ranks:
         if self._waiting is not None:
             self._waiting.add(self.local.waited)
 
-    def step_ends(self) -> None:
-        if self._waiting is not None:
-            self._waiting.step()
-            self._step_seconds.append(time.perf_counter() - self._began)
+    def _defer(self, control: Any, agreed: bool) -> None:
+        """Under local SGD, checkpoints and evaluations wait until all ranks hold the same weights."""
+        wanted = {name for name in ("should_save", "should_evaluate") if getattr(control, name)}
+        self._deferred |= wanted
+        for name in self._deferred if agreed else wanted:
+            setattr(control, name, agreed)
+        if agreed:
+            self._deferred = set()
 
     def epoch_ends(self) -> None:
-        """Evaluations and checkpoints at the end of an epoch are of weights that all agree on."""
+        """Evaluations and checkpoints at the end of an epoch need weights that are the same on all ranks."""
         if self.local is not None and not self.local.agreed:
             self._average()
 
-    # What is told
+    # Figures
 
-    def told(self) -> dict[str, float]:
-        """Figures for the log; a collective."""
+    def figures(self) -> dict[str, float]:
+        """How long ranks waited, and for which one, since the last call. A collective."""
         if self._waiting is None or not self._step_seconds:
             return {}
         steps = self._waiting.take()
@@ -197,30 +207,30 @@ class Ranks:
         last = self.trainer.state.global_step
         rows = [[last - len(steps) + 1 + i, one.slowest, *one.waited] for i, one in enumerate(steps)]
         self.trainer.recorder.write("waits", step=last, seconds=round(seconds, 4), rows=rows)
-        met = [one for one in steps if one.longest]  # between the averages of local SGD nobody waits for anybody
-        if not met:
+        waits = [one for one in steps if one.longest]  # between the averages of local SGD no rank waits
+        if not waits:
             return {"waited": 0.0}
-        slowest, times = Counter(one.slowest for one in met).most_common(1)[0]
-        lost = sum(sum(one.waited) for one in met) / len(steps) / len(steps[0].waited)
-        self._complain(slowest, times, met, len(steps), seconds)
+        slowest, times = Counter(one.slowest for one in waits).most_common(1)[0]
+        lost = sum(sum(one.waited) for one in waits) / len(steps) / len(steps[0].waited)
+        self._warn_of_slow_rank(slowest, times, waits, len(steps), seconds)
         return {"waited": round(lost, 4), "waited_for_rank": slowest}
 
-    def _complain(self, slowest: int, times: int, met: list[StepWait], steps: int, seconds: float) -> None:
-        longest = sum(one.longest for one in met) / steps
-        many = steps >= _SLOW_STEPS and len(met) >= _SLOW_MEETINGS and times >= _SLOW_SHARE * len(met)
-        if not many or longest < _SLOW_TIME * seconds or slowest in self._said_slow:
+    def _warn_of_slow_rank(self, slowest: int, times: int, waits: list[StepWait], steps: int, seconds: float) -> None:
+        longest = sum(one.longest for one in waits) / steps
+        many = steps >= _SLOW_STEPS and len(waits) >= _SLOW_COLLECTIVES and times >= _SLOW_SHARE * len(waits)
+        if not many or longest < _SLOW_TIME * seconds or slowest in self._reported_slow:
             return
-        self._said_slow.add(slowest)
+        self._reported_slow.add(slowest)
         if self.trainer.is_world_process_zero():
             log.warning(
-                "rank %d holds the others up: they waited for it at %d of the last %d meetings, on average %.2f s of %.2f s per "
-                "step; look at what else runs there", slowest, times, len(met), longest, seconds,
+                "rank %d is slow: the other ranks waited for it in %d of the last %d synchronizations, on average %.2f s of a "
+                "step of %.2f s; check what else runs on its machine", slowest, times, len(waits), longest, seconds,
             )  # fmt: skip
 
     # Checkpoints
 
     def save(self, folder: str) -> None:
-        """What differs between ranks under local SGD: every rank's optimizer has a state of its own."""
+        """Under local SGD each rank's optimizer has a state of its own."""
         if self.local is None:
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -229,8 +239,6 @@ class Ranks:
 
     def load(self, folder: str | None) -> None:
         self._resumed_from = Path(folder) if folder else None
-
-    _resumed_from: Path | None = None
 
     def _load_local(self) -> None:
         folder, self._resumed_from = self._resumed_from, None
@@ -242,8 +250,8 @@ class Ranks:
             self.trainer.optimizer.load_state_dict(state["optimizer"])
             self.local.load_state_dict(state["local"])
         else:
-            log.warning("%s is not there: rank %d goes on with the optimizer state of rank 0", path, self._rank)
-        # There may be more ranks than before: they must count steps alike, and average from the same weights.
+            log.warning("%s is missing: rank %d continues with the optimizer state of rank 0", path, self._rank)
+        # There may be more ranks than before: all need the same step count, and must average from the same weights.
         self.local.follow_first_rank()
 
     @property
@@ -255,11 +263,11 @@ class Ranks:
 
 
 def tokens_of(dataset: Any, column: str) -> NDArray[np.int64] | None:
-    """Real tokens of every row; None where reading them all would take too long. Rows may have been padded beforehand."""
+    """Real tokens of every row, padded or not; None where reading them all would take too long."""
     names = getattr(dataset, "column_names", None) or ()
     if getattr(dataset, "lengths", None) is not None or column in names:
         return lengths_of(dataset, column)
-    if hasattr(dataset, "with_format") and "attention_mask" in names:  # of the datasets library: a column at a time
+    if hasattr(dataset, "with_format") and "attention_mask" in names:  # of the datasets library: read by column
         view = dataset.with_format("numpy", columns=["attention_mask"])
         parts = (view[i : i + 1000]["attention_mask"] for i in range(0, len(dataset), 1000))
         return np.fromiter((int(np.sum(row)) for part in parts for row in part), np.int64, len(dataset))
@@ -271,7 +279,7 @@ def tokens_of(dataset: Any, column: str) -> NDArray[np.int64] | None:
 
 
 def configure_ddp(accelerator: Any, bucket_mb: float | None) -> None:
-    """DDP as it is best on CPUs, unless the person has said otherwise."""
+    """Sets what is best for DDP on CPUs, unless the user has set it."""
     from accelerate.utils import DistributedDataParallelKwargs
 
     handler = getattr(accelerator, "ddp_handler", None)
@@ -279,7 +287,7 @@ def configure_ddp(accelerator: Any, bucket_mb: float | None) -> None:
         handler = accelerator.ddp_handler = DistributedDataParallelKwargs()
     if handler.bucket_cap_mb == DistributedDataParallelKwargs().bucket_cap_mb:
         handler.bucket_cap_mb = bucket_mb or BUCKET_MB
-    handler.gradient_as_bucket_view = True  # spares copying every gradient out of its bucket, and holding it twice
+    handler.gradient_as_bucket_view = True  # avoids copying every gradient out of its bucket, and storing it twice
 
 
 def without_ddp(accelerator: Any) -> None:
@@ -289,10 +297,10 @@ def without_ddp(accelerator: Any) -> None:
 
 
 def averages_own_loss(model: nn.Module) -> bool:
-    """Whether a model of transformers takes the mean over its own batch, whatever number of items it is told.
+    """Whether a transformers model averages the loss over its own batch, and ignores `num_items_in_batch`.
 
-    transformers believes that every model whose forward takes keywords divides by that number, and so multiplies the loss
-    of classifiers by the number of processes and of accumulated batches.
+    transformers assumes that every model whose forward takes keyword arguments divides by that number, and so multiplies the
+    loss of classifiers by the number of processes and of accumulated batches.
     """
     inner: Any = model
     if hasattr(model, "get_base_model"):  # PEFT's wrapper

@@ -82,7 +82,7 @@ def _then_tell(plan: planning.Plan, options: Options, code: int) -> int:
     """How to go on, unless all is done or the command itself was wrong."""
     how = command.after_failed_launch(plan.settings.launched, options.arguments) if code not in (0, 2) else None
     if how is not None:
-        print(f"stoker: to go on from the last checkpoint:\n{how}", file=sys.stderr, flush=True)
+        print(f"stoker: to resume from the last checkpoint:\n{how}", file=sys.stderr, flush=True)
     return code
 
 

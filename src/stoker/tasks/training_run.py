@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from stoker.errors import UserError
-from stoker.hf.checkpointing import choice, folders, lock
+from stoker.hf.checkpointing import lock
 from stoker.hf.checkpointing.restart import Start
 from stoker.hf.secrets import without_secrets
 from stoker.hf.trainer import Trainer
@@ -131,23 +131,6 @@ def cut(rows: Sequence[Any], most: int | None) -> Sequence[Any]:
     return rows if most is None else rows[:most]
 
 
-def resume_point(job: Job, trainer: Trainer) -> Path | None:
-    """Where to go on from: the checkpoint asked for, or the newest in a folder that was used before."""
-    folder, asked = Path(job.args.output_dir), job.args.resume_from_checkpoint
-    if asked and str(asked).lower() not in {"true", "1", "yes"}:
-        return Path(asked)
-    if getattr(job.args, "overwrite_output_dir", None) and not asked and not Start.read(folder).again:
-        trainer.in_turn(lambda: folders.remove_all(folder))
-        return None
-    trainer.in_turn(lambda: folders.tidy(folder))
-    found = choice.newest_whole(folder)
-    if found is None and asked:
-        raise UserError(f"there is no checkpoint to resume from in {folder}")
-    if found is not None and not asked:
-        job.say(f"going on from {found} (--overwrite_output_dir starts over)")
-    return found
-
-
 def train(job: Job, trainer: Trainer, **facts: Any) -> None:
     """Trains, saves model, metrics and state; `facts` go to the run's log."""
     args = job.args
@@ -163,8 +146,11 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
         "command": shlex.join(job.command),
         **facts,
     }
-    with trainer.only_run_in_folder(again=Start.read(Path(args.output_dir)).again):
-        checkpoint = resume_point(job, trainer)
+    folder = Path(args.output_dir)
+    with lock.only_run_in(folder, restarted=Start.read(folder).again):
+        checkpoint = trainer.resume_point()
+        if checkpoint is not None and not args.resume_from_checkpoint:
+            job.say(f"resuming from {checkpoint} (--overwrite_output_dir starts over)")
         result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.save_model(_internal_call=True)  # published whole, when card and report are there too
         seconds, loss = result.metrics.get("train_runtime", 0.0), result.metrics.get("train_loss", 0.0)

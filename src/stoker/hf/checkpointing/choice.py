@@ -1,7 +1,7 @@
-"""Which checkpoint a run goes on from, decided once for all ranks.
+"""Which checkpoint a run resumes from, decided once for all ranks.
 
-Rank 0 reads the files, the others only look whether theirs are there; what keeps one of them from resuming keeps all.
-Every rank must call these functions.
+Rank 0 verifies the contents of the files, the other ranks check only that theirs exist; a checkpoint that one rank cannot
+use is used by none. All ranks must call these functions, except `damage_as_user_error`.
 """
 
 from __future__ import annotations
@@ -10,41 +10,39 @@ import contextlib
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
-import torch.distributed as dist
-
+from stoker.distributed.agreement import from_all_ranks, from_first_rank, is_first_rank
 from stoker.errors import UserError, first_line
 from stoker.hf.checkpointing import folders, manifest
 
-__all__ = ["damage_as_sentence", "damaged_weights", "named", "newest_whole", "of_first"]
-
-Value = TypeVar("Value")
+__all__ = ["damage_as_user_error", "damaged_weights", "named", "newest_usable"]
 
 
-def newest_whole(folder: Path, since: float | None = None, without: Path | None = None) -> Path | None:
+def newest_usable(folder: Path, since: float | None = None, without: Path | None = None) -> Path | None:
     """The checkpoint with most steps that all ranks can resume from, of those written after `since`; logs which are skipped.
 
-    `without` is one whose damage is known already.
+    `without` is one that is known to be damaged.
     """
-    names = of_first([path.name for path in folders.candidates(folder, since) if path != without])
+    names = from_first_rank([path.name for path in folders.candidates(folder, since) if path != without])
     for checkpoint in (folder / name for name in names):
         reason = _why_unusable(checkpoint)
         if reason is None:
             return checkpoint
-        if _is_first():
+        if is_first_rank():
             folders.warn_of_skipped(checkpoint, reason)
     return None
 
 
 def named(checkpoint: Path) -> Path:
-    """The checkpoint that somebody asked for by name; a damaged one is refused, for another would not be what was asked."""
+    """The checkpoint that the user named; UserError if it is damaged, because another one is not what was asked for."""
     reason = _why_unusable(checkpoint)
     if reason is None:
         return checkpoint
-    other = newest_whole(checkpoint.parent, without=checkpoint)
+    other = newest_usable(checkpoint.parent, without=checkpoint)
     way_out = (
-        f"{other} is the newest that is whole, give that one" if other else "no other checkpoint beside it is whole"
+        f"{other} is the newest complete one, give that instead"
+        if other
+        else "no other checkpoint beside it is complete"
     )
     if manifest.NAME in reason:
         way_out += f" (or delete {manifest.NAME} in it, if you have changed it yourself)"
@@ -52,8 +50,8 @@ def named(checkpoint: Path) -> Path:
 
 
 @contextlib.contextmanager
-def damage_as_sentence(checkpoint: str | Path | None) -> Iterator[None]:
-    """Loading fails only now if files without checksums have the right structure and wrong contents."""
+def damage_as_user_error(checkpoint: str | Path | None) -> Iterator[None]:
+    """Around loading a checkpoint: files without checksums may have the right structure and wrong contents."""
     try:
         yield
     except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -67,34 +65,12 @@ def damage_as_sentence(checkpoint: str | Path | None) -> Iterator[None]:
 
 def damaged_weights(checkpoint: Path) -> str | None:
     """What is wrong with the weights of a checkpoint, on any rank; None if nothing."""
-    return _first_reason(manifest.why_damaged(checkpoint, read=_is_first(), weights_only=True))
+    return _first_reason(manifest.why_damaged(checkpoint, read=is_first_rank(), weights_only=True))
 
 
 def _why_unusable(checkpoint: Path) -> str | None:
-    return _first_reason(folders.why_unusable(checkpoint, read=_is_first()))
+    return _first_reason(folders.why_unusable(checkpoint, read=is_first_rank()))
 
 
-def _first_reason(mine: str | None) -> str | None:
-    if not _several():
-        return mine
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return next((reason for reason in found if reason is not None), None)
-
-
-def of_first(value: Value) -> Value:
-    """What rank 0 has."""
-    if not _several():
-        return value
-    told: list[Any] = [value]
-    dist.broadcast_object_list(told, 0)
-    found: Value = told[0]
-    return found
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _is_first() -> bool:
-    return not _several() or dist.get_rank() == 0
+def _first_reason(reason: str | None) -> str | None:
+    return next((one for one in from_all_ranks(reason) if one is not None), None)

@@ -1,6 +1,6 @@
-"""The command that goes on from a checkpoint, ready to be pasted: the run as it was started, by `stoker launch` or without.
+"""The command that resumes from a checkpoint, ready to be pasted: the run as it was started, by `stoker launch` or without.
 
-Secrets are left out and named. Options that would start over, or go on from elsewhere, are left out too.
+Secrets are left out and named. Options that would start over, or resume from another checkpoint, are left out too.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from pathlib import Path
 from stoker.hf.checkpointing import folders
 from stoker.hf.secrets import without_secrets
 
-__all__ = ["Launch", "after_failed_launch", "from_launch", "going_on", "launch", "launched_as", "names_output", "output_of",
-           "program", "resuming"]  # fmt: skip
+__all__ = ["Launch", "after_failed_launch", "from_launch", "how_to_resume", "launch", "launched_as", "names_output",
+           "output_of", "program", "resuming", "without_start_options"]  # fmt: skip
 
 _REPLACED = ("__overwrite_output_dir", "__resume_from_checkpoint")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The `stoker launch` that has started this process."""
+    """The `stoker launch` that started this process."""
 
     words: tuple[str, ...]
-    """Its command line up to and including the script: everything but the script's arguments."""
-    tells: bool = False
-    """It prints the command itself, once all ranks have ended; ranks leave that to it."""
+    """Its command line up to and including the script, without the script's arguments."""
+    prints_command: bool = False
+    """It prints the resume command itself when all ranks have ended; ranks do not."""
     outer: str | None = None
-    """The launcher that has started it as one of several ranks, such as Intel MPI; None if it started them itself."""
+    """The launcher that started `stoker launch` in each rank, such as Intel MPI; None if `stoker launch` started the ranks."""
 
 
 _launches: list[Launch] = []
-"""The one launch of this process, set before the script begins; empty without one."""
+"""The launch of this process, set before the script starts; empty without one."""
 
 
 def launched_as(found: Launch) -> None:
@@ -48,9 +48,9 @@ def launch() -> Launch | None:
 
 
 def resuming(checkpoint: Path, arguments: Sequence[str] | None = None) -> str:
-    """What to type in order to go on from `checkpoint`: a command for the shell, or a line of Python where that is all.
+    """How to resume from `checkpoint`: a shell command, or a line of Python for a script without Trainer options.
 
-    `arguments` are those of the `stoker` command that runs (`train qa ...`); without them it is somebody's script.
+    `arguments` are those of the `stoker` command that runs (`train qa ...`); None for a script.
     """
     started = launch()
     if arguments is not None:
@@ -60,17 +60,28 @@ def resuming(checkpoint: Path, arguments: Sequence[str] | None = None) -> str:
     return from_launch(started.words if started else _interpreter(), sys.argv[1:], checkpoint)
 
 
+def how_to_resume(checkpoint: Path, arguments: Sequence[str] | None, processes: int) -> str:
+    """Text that follows "saved <checkpoint>."; empty if the launcher of the ranks prints it for all of them."""
+    started = launch()
+    if started is not None and started.prints_command:
+        return ""
+    by_hand = processes > 1 and (started is None or started.outer is not None)
+    outer = f" by {started.outer}" if started is not None and started.outer else ""
+    how = f" (start {processes} processes{outer} as before)" if by_hand else ""
+    return f"\nTo resume{how}:\n{resuming(checkpoint, arguments)}"
+
+
 def from_launch(words: Sequence[str], arguments: Sequence[str], checkpoint: Path) -> str:
-    """`words` up to the script, `arguments` of the script."""
-    kept = [*without_secrets(words, None), *going_on(without_secrets(arguments, None))]
+    """The resume command; `words` are the command line up to the script, `arguments` those of the script."""
+    kept = [*without_secrets(words, None), *without_start_options(without_secrets(arguments, None))]
     command = shlex.join([*kept, "--resume_from_checkpoint", str(checkpoint)])
     left_out = [*_secret_names(words), *_secret_names(arguments)]
     again = f"\n(secrets are not shown; give again: {' '.join(left_out)})" if left_out else ""
     return f"  {command}{again}"
 
 
-def going_on(words: Sequence[str]) -> list[str]:
-    """A command without what would start over or go on from elsewhere: --overwrite_output_dir, --resume_from_checkpoint."""
+def without_start_options(words: Sequence[str]) -> list[str]:
+    """Removes what would start over or resume from elsewhere: --overwrite_output_dir, --resume_from_checkpoint."""
     kept: list[str] = []
     value_follows = False
     for word in words:
@@ -86,7 +97,7 @@ def going_on(words: Sequence[str]) -> list[str]:
 
 
 def after_failed_launch(words: Sequence[str], arguments: Sequence[str]) -> str | None:
-    """The command that goes on from the last checkpoint of the run that a launch started; None if there is none."""
+    """The command that resumes from the last checkpoint of the run that a launch started; None without a checkpoint."""
     folder = output_of(arguments)
     found = _last_checkpoint(Path(folder)) if folder else None
     return from_launch(words, arguments, found) if found is not None else None
@@ -103,7 +114,7 @@ def _last_checkpoint(folder: Path) -> Path | None:
 
 
 def names_output(arguments: Sequence[str]) -> bool:
-    """Whether a script's arguments are those of a Trainer, so that they take --resume_from_checkpoint too."""
+    """Whether a script takes the options of a Trainer, and so --resume_from_checkpoint."""
     return output_of(arguments) is not None
 
 
@@ -118,7 +129,7 @@ def output_of(arguments: Sequence[str]) -> str | None:
 
 
 def program() -> list[str]:
-    """The words that call this program as it was called, so that a printed command works when pasted."""
+    """The program as it was called, so that a printed command works when pasted."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py" and called.parent.name == "stoker":
         return [sys.executable, "-m", "stoker"]
@@ -129,16 +140,16 @@ def program() -> list[str]:
 
 
 def _interpreter() -> list[str]:
-    """Python and its own options, and the script or -m MODULE, as they stood on the command line."""
+    """Python, its own options, and the script or -m MODULE, as on the command line."""
     count = len(sys.argv) - 1
     words = sys.orig_argv[1 : len(sys.orig_argv) - count]
-    if not words or sys.orig_argv[len(sys.orig_argv) - count :] != sys.argv[1:]:  # changed on the way
+    if not words or sys.orig_argv[len(sys.orig_argv) - count :] != sys.argv[1:]:  # changed by the script
         words = [sys.argv[0]]
     return [sys.executable, *words]
 
 
 def _secret_names(words: Sequence[str]) -> list[str]:
-    mark = "\0"  # no word of a command line holds it
+    mark = "\0"  # cannot occur on a command line
     shown = without_secrets(words, mark)
     values = [*shown[1:], ""]
     return [

@@ -1,11 +1,13 @@
-"""Checkpoint folders that are whole or not there: written beside, made durable, then renamed into place.
+"""Checkpoint folders that are complete or absent: written beside, made durable, then renamed into place.
 
-The layout is transformers' own (checkpoint-<step>). Folders under construction or being deleted have names that neither
-transformers nor a person takes for a checkpoint, so a kill at any byte leaves the last good one.
+The layout is transformers' own (checkpoint-<step>). Folders that are being written or deleted have names that neither
+transformers nor a person takes for a checkpoint, so a kill at any byte leaves the last good one. Imports no torch, because
+the launcher uses it too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -14,19 +16,20 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from stoker.errors import UserError
 from stoker.hf.checkpointing import manifest
 from stoker.whole_files import remove_unfinished
 
 __all__ = [
     "all_checkpoints",
     "candidates",
-    "disk_full_sentence",
-    "disk_is_full",
+    "full_disk_as_user_error",
     "last_good",
     "publish",
+    "publish_staged",
     "put_in_place",
     "remove_all",
     "rotate",
@@ -53,16 +56,16 @@ log = logging.getLogger("stoker")
 
 
 def staging(folder: Path, step: int) -> Path:
-    """Where checkpoint-<step> of `folder` is written before it counts."""
+    """The folder in which checkpoint-<step> of `folder` is written."""
     return folder / f".checkpoint-{step}{_PARTIAL}"
 
 
 def publish(written: Path, target: Path) -> None:
-    """Seals the folder `written` by a manifest and puts it at `target`; at no moment is a half-written folder there."""
+    """Adds a manifest to the folder `written` and renames it to `target`; at no time is a partial folder there."""
     _seal(written)
     aside = target.parent / f".{target.name}{_REPLACED}"
     if target.exists():
-        # A folder cannot be renamed over a full one. Killed between the two renames, `tidy` gives the old one back.
+        # A folder cannot be renamed over a full one. After a kill between the two renames, `tidy` restores the old one.
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(target, aside)
     os.rename(written, target)
@@ -71,8 +74,16 @@ def publish(written: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def publish_staged(staged: Path, target: Path) -> None:
+    """Publishes the checkpoint that was written in the folder `staged`."""
+    # Machines that share the folder find this done by rank 0; on the others it holds the files of their own ranks.
+    if (staged / target.name).exists():
+        publish(staged / target.name, target)
+        shutil.rmtree(staged, ignore_errors=True)
+
+
 def _seal(folder: Path) -> None:
-    # The checksums are ready before a disk has taken the bytes.
+    # Checksums are computed while the disk writes, and are ready first.
     with manifest.measured_during(folder) as entries:
         make_durable(folder)
     manifest.write(folder, entries())
@@ -80,7 +91,7 @@ def _seal(folder: Path) -> None:
 
 
 def seal_again(checkpoint: Path) -> None:
-    """Makes the manifest anew if somebody's callback has changed the files of a checkpoint after it was published."""
+    """Rewrites the manifest if a callback has changed the files of a checkpoint after it was published."""
     if checkpoint.is_dir() and not manifest.is_current(checkpoint):
         _seal(checkpoint)
         manifest.remember(checkpoint)
@@ -99,14 +110,14 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # some network file systems cannot
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # not supported by some network file systems
             raise
     finally:
         os.close(handle)
 
 
 def put_in_place(folder: Path, write: Callable[[Path], None]) -> None:
-    """Lets `write` fill a folder beside, then moves its files over those of `folder` one by one, each by a rename."""
+    """Lets `write` fill a temporary folder, then renames its files over those of `folder` one by one."""
     beside = folder / ".model.partial"
     shutil.rmtree(beside, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +136,7 @@ def put_in_place(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Clears away what a killed run left unfinished, and gives back what it was about to replace."""
+    """Deletes what a killed run left unfinished, and restores what it was about to replace."""
     if not folder.is_dir():
         return
     shutil.rmtree(folder / ".model.partial", ignore_errors=True)
@@ -157,9 +168,9 @@ def all_checkpoints(folder: Path) -> list[Path]:
 
 
 def why_unusable(checkpoint: Path, *, read: bool = True) -> str | None:
-    """What keeps a folder from being resumed from; None if nothing. Without `read`, sizes are compared, but no contents."""
+    """Why a run cannot resume from this folder; None if it can. Without `read`, sizes are compared, but not contents."""
     if not checkpoint.is_dir():
-        return "it is not there"
+        return "it does not exist"
     try:
         state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
         if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
@@ -185,7 +196,7 @@ def candidates(folder: Path, since: float | None = None) -> list[Path]:
 
 
 def last_good(folder: Path, since: float | None = None) -> Path | None:
-    """The checkpoint with most steps that can be resumed from, of those written after `since`; those that cannot are named."""
+    """The usable checkpoint with most steps, of those written after `since`; logs which are skipped."""
     for checkpoint in candidates(folder, since):
         reason = why_unusable(checkpoint)
         if reason is None:
@@ -210,7 +221,7 @@ def rotate(folder: Path, limit: int | None, keep: Iterable[Path]) -> None:
     if limit is None or limit <= 0:
         return
     kept = {path.resolve() for path in keep}
-    # By time, not by step: in a folder that was used before, the old run's last step may be larger than ours.
+    # By time, not by step: in a folder that was used before, the old run may have taken more steps than this one.
     found = sorted(all_checkpoints(folder), key=lambda path: (path.stat().st_mtime_ns, step_of(path)))
     excess = len(found) - max(limit, len(kept))
     for checkpoint in found:
@@ -222,7 +233,7 @@ def rotate(folder: Path, limit: int | None, keep: Iterable[Path]) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Deletes a checkpoint; renamed first, so that a kill halfway leaves no folder that looks whole."""
+    """Deletes a checkpoint; renamed first, so that a kill halfway leaves no folder that looks complete."""
     doomed = checkpoint.parent / f".{checkpoint.name}{_DOOMED}"
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(checkpoint, doomed)
@@ -234,15 +245,26 @@ def remove_all(folder: Path) -> None:
         remove(checkpoint)
 
 
-def disk_is_full(error: BaseException, folder: Path, needed: int) -> bool:
-    """Whether `error` comes from a full disk or a limit on files; the libraries below report it in their own ways."""
+@contextlib.contextmanager
+def full_disk_as_user_error(folder: Path, target: Path, needed: int) -> Iterator[None]:
+    """Around writing `needed` bytes for `target` into `folder`: a full disk becomes a UserError that says what is kept."""
+    try:
+        yield
+    except Exception as error:
+        if _disk_is_full(error, folder, needed):
+            raise UserError(_disk_full_message(folder, target)) from None
+        raise
+
+
+def _disk_is_full(error: BaseException, folder: Path, needed: int) -> bool:
+    """Whether `error` was caused by a full disk or a file size limit; each library reports that in its own way."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
         if re.search(r"No space left on device|Disk quota exceeded|File too large", str(seen)):
             return True
-        # torch's file writer only says that it failed; whether there was room has to be looked up.
+        # torch's file writer reports only that it failed, so the free space decides.
         if isinstance(seen, RuntimeError) and re.search(r"inline_container|StreamWriter|file write", str(seen)):
             return min(shutil.disk_usage(folder).free, _largest_file()) < needed
         seen = seen.__cause__ or seen.__context__
@@ -250,19 +272,18 @@ def disk_is_full(error: BaseException, folder: Path, needed: int) -> bool:
 
 
 def _largest_file() -> float:
-    """Bytes that one file may hold, by `ulimit -f`."""
+    """The size limit of a file in bytes (`ulimit -f`)."""
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return math.inf if most == resource.RLIM_INFINITY else most
 
 
-def disk_full_sentence(folder: Path, target: Path) -> str:
-    """What was not written, and what is kept."""
+def _disk_full_message(folder: Path, target: Path) -> str:
     free, most = shutil.disk_usage(folder).free / 1e6, _largest_file() / 1e6
     last = last_good(folder)
-    kept = f"{last} is the last good checkpoint, and whole" if last else "there is no earlier checkpoint"
+    kept = f"{last} is the last good checkpoint, and complete" if last else "there is no earlier checkpoint"
     if most < free:
         return (
-            f"{target.name} could not be written: files may hold at most {most:,.1f} MB here (ulimit -f); {kept}. Raise that "
+            f"{target.name} could not be written: the size limit of a file is {most:,.1f} MB (ulimit -f); {kept}. Raise that "
             "limit, then resume"
         )
     return (

@@ -1,6 +1,6 @@
-"""SIGTERM and Ctrl-C during training: remembered, so that the step can be finished and a checkpoint written first.
+"""SIGTERM and Ctrl-C during training: the step is finished and a checkpoint written before the process ends.
 
-A second signal of the same kind is not held back: whoever asks twice means now.
+A second signal of the same kind ends the process at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
+
+from stoker.distributed.agreement import largest
 
 __all__ = ["Interrupted", "Interrupts"]
 
@@ -24,7 +26,7 @@ class Interrupted(SystemExit):
 
 
 class Interrupts:
-    """Within this context, the first signal is kept in `received`."""
+    """Within this context, the first signal is stored in `received` instead of ending the process."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -34,12 +36,17 @@ class Interrupts:
     def name(self) -> str:
         return _SIGNALS[signal.Signals(self.received)] if self.received else ""
 
+    def on_any_rank(self) -> bool:
+        """Whether any rank has received a signal, after which all must stop at the same step. A collective."""
+        self.received = largest(self.received or 0) or None
+        return self.received is not None
+
     def __enter__(self) -> Interrupts:
         self.received = None  # a signal that ended an earlier training does not end this one
         # Python runs handlers in the main thread only, and lets no other thread set them.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and the like stay as they are
+                if signal.getsignal(number) is not signal.SIG_IGN:  # set by nohup, for example
                     self._before[number] = signal.signal(number, self._receive)
         return self
 

@@ -1,7 +1,7 @@
-"""After torchrun's agent has started the ranks again: which checkpoint to go on from, though nobody asked for one, and how
-to go on with another number of ranks.
+"""After torchrun's agent has restarted the ranks: which checkpoint they continue from, although the user named none, and how
+a different number of ranks keeps the global batch size.
 
-Only a checkpoint of the run that was cut off counts. A folder may hold others from long ago, which that run ignored.
+Only a checkpoint of the interrupted run counts. The folder may hold older ones, which that run ignored.
 """
 
 from __future__ import annotations
@@ -15,82 +15,74 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from stoker.distributed.agreement import from_all_ranks, from_first_rank
 from stoker.hf.checkpointing import choice
 from stoker.run_report.log import NAME, read_entries
 
-__all__ = ["Start", "checkpoint_to_go_on_from", "run_began", "steps_that_keep_the_batch"]
+__all__ = ["Start", "accumulation_for_same_batch", "newest_of_this_run", "run_began"]
 
-_MARK = "TORCHELASTIC_RUN_ID"
-"""In the environment of ranks, not of their agent."""
+_RANK_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Set in the environment of ranks, not of their agent."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """This start of all ranks, the same on every one of them."""
+    """How the ranks were started this time; the same on every rank."""
 
     again: bool = False
     times: int = 0
-    """How often failed ranks were started again, as the agent that counts most says; machines that come and go do not count."""
+    """Restarts after a failure, as counted by the agent that counted most; machines that join or leave do not count."""
     agents: tuple[int, ...] = ()
     processes: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, folder: Path, environment: Mapping[str, str] = os.environ) -> Start:
-        """Whether an agent has started these ranks again for the run in `folder`. A collective under torchrun.
+        """Whether an agent has restarted these ranks for the run in `folder`. A collective under torchrun.
 
-        An agent that joined later has not counted what went before, and none counts a machine that came or went. So the log
-        of the run names its agents and ranks: the same agent with other ranks means a new start.
+        An agent that joined later has not counted earlier restarts, and no agent counts machines that joined or left. So the
+        run log names its agents and ranks: the same agent with other ranks means a restart.
         """
-        if _MARK not in environment:
+        if _RANK_VARIABLE not in environment:
             return cls()
-        told = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        mine = [int(told) if told.isdigit() else 0, _identity(_agent(os.getpid())), _identity(os.getpid())]
-        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        rows = _from_all(mine) if together else [mine]
+        count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        pid = os.getpid()
+        rows = from_all_ranks((int(count) if count.isdigit() else 0, _identity(_agent(pid)), _identity(pid)))
         times, agents, processes = max(row[0] for row in rows), {row[1] for row in rows}, {row[2] for row in rows}
-        again = times > 0 or _is_the_same_run(folder / NAME, agents, processes)
-        if together:  # the first rank's word: it is about to write to that log
-            word = torch.tensor([int(again)])
-            dist.broadcast(word, 0)
-            again = bool(word.item())
+        # Rank 0 decides, because it is about to write to that log.
+        again = from_first_rank(times > 0 or _is_the_same_run(folder / NAME, agents, processes))
         return cls(again, times, tuple(sorted(agents)), tuple(sorted(processes)))
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For the log."""
+        """For the run log."""
         return {"agents": list(self.agents), "processes": list(self.processes)} if self.agents else {}
 
+    @property
+    def reason(self) -> str:
+        return f" ({self.times}) after a failure" if self.times else " because machines joined or left"
 
-def checkpoint_to_go_on_from(folder: Path) -> Path | None:
-    """The last good checkpoint that the run in `folder` has written itself. A collective where there are several ranks."""
+
+def newest_of_this_run(folder: Path) -> Path | None:
+    """The newest usable checkpoint that the run in `folder` has written itself. A collective."""
     began = run_began(folder)
-    return choice.newest_whole(folder, since=math.inf if began is None else began)
+    return choice.newest_usable(folder, since=math.inf if began is None else began)
 
 
 def run_began(folder: Path) -> float | None:
-    """When the run in `folder` was started for the first time, as its log says; its checkpoints are newer."""
+    """When the run in `folder` was first started, by its log; its checkpoints are newer. None without a log."""
     starts = _starts(folder / NAME)
     # The log keeps milliseconds, the file system may keep less.
     return float(starts[0]["time"]) - 1.0 if starts else None
 
 
-def steps_that_keep_the_batch(before: Mapping[str, Any], batch: int, processes: int) -> int | None:
-    """Batches to accumulate so that `processes` take as many examples per step as the run `before`; None if none fit."""
+def accumulation_for_same_batch(before: Mapping[str, Any], batch: int, processes: int) -> int | None:
+    """Gradient accumulation steps with which `processes` ranks take as many examples per step as the run with the facts
+    `before`; None if no whole number does."""
     sizes = [before.get(name) for name in ("batch size", "gradient accumulation", "processes")]
     if before.get("tokens per batch") or not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
-    total = int(sizes[0]) * int(sizes[1]) * int(sizes[2])  # type: ignore[arg-type]
+    total = math.prod(size for size in sizes if size)
     return total // (batch * processes) if total % (batch * processes) == 0 else None
-
-
-def _from_all(mine: list[int]) -> list[list[int]]:
-    own = torch.tensor(mine)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
-    return [row.tolist() for row in everyone]
 
 
 def _is_the_same_run(log: Path, agents: set[int], processes: set[int]) -> bool:
@@ -102,7 +94,8 @@ def _is_the_same_run(log: Path, agents: set[int], processes: set[int]) -> bool:
 
 
 def _starts(log: Path) -> list[dict[str, Any]]:
-    """The starts of the run in a log; a run that starts over begins a new log. One that has come to its end is `finished`."""
+    """The start entries of a run log, with `finished` added to the one of a completed run. A run that starts over begins a
+    new log."""
     found: list[dict[str, Any]] = []
     try:
         for entry in filter(None, read_entries(log)):
@@ -116,11 +109,11 @@ def _starts(log: Path) -> list[dict[str, Any]]:
 
 
 def _agent(pid: int) -> int:
-    """The nearest process above `pid` that is no rank, nor anything that a rank has started."""
+    """The nearest ancestor of `pid` that is neither a rank nor started by one."""
     while pid > 1:
         pid = _stat(pid)[0]
         try:
-            inside = f"{_MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+            inside = f"{_RANK_VARIABLE}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             break
         if not inside:
@@ -129,15 +122,15 @@ def _agent(pid: int) -> int:
 
 
 def _identity(pid: int) -> int:
-    """A number that no other process, before, after or elsewhere, has."""
-    words = f"{socket.gethostname()} {pid} {_stat(pid)[1]}"
-    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:6], "big")  # 48 bits: any JSON reader keeps them
+    """A number that identifies a process across hosts and over time."""
+    text = f"{socket.gethostname()} {pid} {_stat(pid)[1]}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # 48 bits: exact in every JSON reader
 
 
 def _stat(pid: int) -> tuple[int, str]:
     """Parent and start time of a process."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(words[1]), words[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[1]), fields[19]
     except (OSError, ValueError, IndexError):
         return 0, ""

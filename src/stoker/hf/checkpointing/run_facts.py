@@ -1,17 +1,15 @@
-"""What a checkpoint belongs to: model, data and the settings that decide which examples come when.
+"""Facts of a run that decide whether resuming continues it exactly: its model, its data, and which examples come when.
 
-Kept as a small JSON file in each checkpoint, so that going on with something changed can say what has changed. And
-the random numbers, which a resumed run must find where the step had left them.
+Each checkpoint stores them in a small JSON file, so that a resumed run can report what has changed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +18,15 @@ import torch
 from torch import nn
 
 from stoker.errors import UserError
+from stoker.hf.checkpointing import random_state
 
-__all__ = [
-    "NAME",
-    "RandomNumbers",
-    "aside",
-    "check",
-    "data_facts",
-    "facts_of",
-    "random_numbers",
-    "read",
-    "require_optimizer",
-    "write",
-]
+__all__ = ["NAME", "Facts", "check", "data_facts", "facts_of", "read", "require_optimizer", "write"]
 
-RandomNumbers = tuple[Any, Any, torch.Tensor]
+Facts = dict[str, dict[str, Any]]
+"""The sections "model", "data", "run", and "due" if an evaluation is still to come; each holds values by name."""
 
 NAME = "stoker_run.json"
-_ORDER = {
+_RUN_ARGUMENTS = {
     "batch size": "per_device_train_batch_size",
     "gradient accumulation": "gradient_accumulation_steps",
     "tokens per batch": "tokens_per_batch",
@@ -57,32 +46,9 @@ _ORDER = {
 }
 
 
-def random_numbers() -> RandomNumbers:
-    """Where the generators stand that a checkpoint keeps: Python's, numpy's and torch's."""
-    return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-
-
-@contextlib.contextmanager
-def aside(state: RandomNumbers | None = None) -> Iterator[None]:
-    """What happens within does not move the random numbers of training; it may begin from another `state` of them."""
-    before = random_numbers()
-    try:
-        if state is not None:
-            _set(state)
-        yield
-    finally:
-        _set(before)
-
-
-def _set(state: RandomNumbers) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.random.set_rng_state(state[2])
-
-
-def facts_of(model: nn.Module, data: dict[str, Any], args: Any) -> dict[str, dict[str, Any]]:
-    """The facts by which two runs are compared, as JSON can hold them; those of the data are `data_facts`."""
-    run = {name: getattr(args, field, None) for name, field in _ORDER.items()}
+def facts_of(model: nn.Module, data: dict[str, Any], args: Any) -> Facts:
+    """The facts by which two runs are compared, as JSON can hold them; `data` is the result of `data_facts`."""
+    run = {name: getattr(args, field, None) for name, field in _RUN_ARGUMENTS.items()}
     run = {name: getattr(value, "value", value) for name, value in run.items()}
     run |= {"processes": args.world_size, "threads": torch.get_num_threads()}
     return {"model": _model_facts(model), "data": data, "run": run}
@@ -100,61 +66,59 @@ def _model_facts(model: nn.Module) -> dict[str, Any]:
 
 
 def data_facts(dataset: Any) -> dict[str, Any]:
-    """What is known of the training data; what cannot be read is left out, for no run depends on it."""
+    """Number of rows and a digest of a few of them; what cannot be read is left out, because no run depends on it."""
     try:
         rows = len(dataset)
     except (TypeError, NotImplementedError):
         return {}
     try:
-        with aside():
+        with random_state.preserved():
             # Rows that are made at random come out the same each time.
             random.seed(0)
             np.random.seed(0)
             torch.random.default_generator.manual_seed(0)
             return {"rows": rows, "sample": _sample(dataset, rows)}
-    except (
-        Exception
-    ):  # whatever a data set raises; the training loop will meet it too, where it can be seen whose it is
+    except Exception:  # a dataset may raise anything; the training loop will hit it too, with a traceback
         return {"rows": rows}
 
 
 def _sample(dataset: Any, rows: int) -> str:
-    # Some rows stand for all: reading every one could take long, and a changed file moves these too.
+    # A few rows represent all: reading every one could take long, and a changed file changes these too.
     digest = hashlib.sha256()
     for index in sorted({0, rows // 3, 2 * rows // 3, rows - 1}) if rows else ():
         item = dataset[index]
         ids = item.get("input_ids") if isinstance(item, Mapping) else None
-        # Objects without words of their own name their place in memory, which is another in every process.
-        words = repr(_plain(ids)) if ids is not None else re.sub(r"\b0x[0-9a-f]+", "", repr(item))
-        digest.update(words.encode())
+        # The default repr contains the memory address, which differs between processes.
+        text = repr(_plain(ids)) if ids is not None else re.sub(r"\b0x[0-9a-f]+", "", repr(item))
+        digest.update(text.encode())
     return digest.hexdigest()[:16]
 
 
 def _plain(ids: Any) -> Any:
-    """Numbers and lists of them, however deep (one list per choice, one row per sequence), whatever held them."""
+    """Arrays and tensors as nested lists of numbers, at any depth (one list per choice, one row per sequence)."""
     if hasattr(ids, "tolist"):
         return ids.tolist()
     return [_plain(one) for one in ids] if isinstance(ids, list | tuple) else ids
 
 
-def write(folder: Path, facts: dict[str, Any]) -> None:
+def write(folder: Path, facts: Facts) -> None:
     (folder / NAME).write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
 
-def read(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """The facts of a checkpoint; None if it was written by stock transformers, or its file holds something else."""
+def read(folder: Path) -> Facts:
+    """The facts of a checkpoint; empty if stock transformers wrote it, or if its file holds something else."""
     try:
         facts = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None
-    kept = isinstance(facts, dict) and all(isinstance(part, dict) for part in facts.values())
-    return facts if kept else None
+        return {}
+    valid = isinstance(facts, dict) and all(isinstance(section, dict) for section in facts.values())
+    return facts if valid else {}
 
 
-def check(checkpoint: Path, now: dict[str, dict[str, Any]]) -> list[str]:
-    """What differs between a checkpoint's run and this one, in sentences; UserError if the model is another."""
+def check(checkpoint: Path, now: Facts) -> list[str]:
+    """What differs between a checkpoint's run and this one, one phrase each; UserError if the model is another one."""
     before = read(checkpoint)
-    if before is None:
+    if not before:
         return []
     model = _differences(before.get("model", {}), now["model"], hide=("shapes",))
     if before.get("model", {}).get("shapes") != now["model"]["shapes"]:
@@ -170,18 +134,18 @@ def check(checkpoint: Path, now: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def require_optimizer(checkpoint: Path, optimizer: Any, name: str) -> None:
-    """UserError if `checkpoint`, whose state `optimizer` has just loaded, was written by one with other settings.
+    """UserError if the state that `optimizer` has just loaded from `checkpoint` lacks settings that it needs.
 
     Otherwise the first step would fail on the settings that the state does not have.
     """
-    before = (read(checkpoint) or {}).get("run", {}).get("optimizer")
+    before = read(checkpoint).get("run", {}).get("optimizer")
     needed = set(getattr(optimizer, "defaults", ()))
     if before == name or not any(needed - set(group) for group in optimizer.param_groups):
         return
     written = f"--optim {before}" if before else "another optimizer"
     again = f"give --optim {before} again" if before else "give that one"
     raise UserError(
-        f"{checkpoint} was written with {written}, and --optim {name} cannot go on from its state; "
+        f"{checkpoint} was written with {written}, and --optim {name} cannot continue from its state; "
         f"{again}, or start over (--overwrite_output_dir)"
     )
 

@@ -1,0 +1,74 @@
+"""Small values that all ranks agree on before they continue: a signal, the name of a checkpoint, the reason of a refusal.
+
+Every function but the first two is a collective: all ranks must call it. With one process nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "barrier",
+    "from_all_ranks",
+    "from_first_rank",
+    "is_first_rank",
+    "largest",
+    "once_per_machine",
+    "several_ranks",
+]
+
+Value = TypeVar("Value")
+
+
+def several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_first_rank() -> bool:
+    return not several_ranks() or dist.get_rank() == 0
+
+
+def largest(number: int) -> int:
+    """The largest `number` of all ranks. One small all-reduce, cheap enough for every step."""
+    if not several_ranks():
+        return number
+    tensor = torch.tensor([number])
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor.item())
+
+
+def from_first_rank(value: Value) -> Value:
+    """The `value` of rank 0; it must be picklable."""
+    if not several_ranks():
+        return value
+    values: list[Value] = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def from_all_ranks(value: Value) -> list[Value]:
+    """The `value` of each rank, by rank; it must be picklable."""
+    if not several_ranks():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier() -> None:
+    if several_ranks():
+        dist.barrier()
+
+
+def once_per_machine(action: Callable[[], None], *, first_of_machine: bool) -> None:
+    """Rank 0 performs `action`, then the first rank of every other machine, whose folder may be another; the rest wait."""
+    if is_first_rank():
+        action()
+    barrier()
+    if first_of_machine and not is_first_rank():
+        action()
+    barrier()
