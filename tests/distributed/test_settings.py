@@ -1,35 +1,41 @@
-"""The words for training in several processes: what they may be, at every door that takes them."""
+"""The options for training in several processes: which values are possible, wherever they are given."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from stoker.cli.launch import parse
-from stoker.distributed.settings import check_words, from_environment, without_use
+from stoker.distributed.settings import DistributedSettings
 from stoker.errors import UserError
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
-        (("zip", None, 1.0, 0.0), "gradient_compression is 'zip'; choose one of none, bf16"),
-        ((None, -1, 1.0, 0.0), "local_sgd is -1; it must be a number of steps"),
-        (("powersgd", 8, 1.0, 0.0), "cannot be had with local_sgd"),
-        ((None, 8, 0.0, 0.0), "local_sgd_outer_lr is 0.0; it must be above 0"),
-        ((None, 8, -1.0, 0.0), "local_sgd_outer_lr is -1.0; it must be above 0"),
-        ((None, 8, float("nan"), 0.0), "local_sgd_outer_lr is nan"),
-        ((None, 8, 1.0, 1.0), "local_sgd_outer_momentum is 1.0; it must be from 0 to below 1"),
-        ((None, 8, 1.0, -0.1), "local_sgd_outer_momentum is -0.1"),
+        ({"gradient_compression": "zip"}, "gradient_compression is 'zip'; choose one of none, bf16"),
+        ({"local_sgd": -1}, "local_sgd is -1; it must be a number of steps"),
+        ({"gradient_compression": "powersgd", "local_sgd": 8}, "does not work with local_sgd"),
+        ({"local_sgd": 8, "local_sgd_outer_lr": 0.0}, "local_sgd_outer_lr is 0.0; it must be above 0"),
+        ({"local_sgd": 8, "local_sgd_outer_lr": -1.0}, "local_sgd_outer_lr is -1.0; it must be above 0"),
+        ({"local_sgd": 8, "local_sgd_outer_lr": float("nan")}, "local_sgd_outer_lr is nan"),
+        (
+            {"local_sgd": 8, "local_sgd_outer_momentum": 1.0},
+            "local_sgd_outer_momentum is 1.0; it must be from 0 to below 1",
+        ),
+        ({"local_sgd": 8, "local_sgd_outer_momentum": -0.1}, "local_sgd_outer_momentum is -0.1"),
     ],
 )
-def test_words_that_cannot_be_are_named(words: tuple[str | None, int | None, float, float], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        check_words(*words)
+def test_impossible_values_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DistributedSettings.read(options)
 
 
-def test_words_that_can_be_pass() -> None:
-    for words in ((None, None, 1.0, 0.0), ("bf16-feedback", 0, 0.7, 0.9), ("powersgd", 0, 1.0, 0.0)):
-        check_words(*words)
+def test_possible_values_are_accepted_and_none_means_the_default() -> None:
+    assert DistributedSettings.read({"gradient_compression": None, "local_sgd": None}) == DistributedSettings()
+    DistributedSettings(gradient_compression="bf16-feedback", local_sgd_outer_lr=0.7, local_sgd_outer_momentum=0.9)
+    DistributedSettings(gradient_compression="powersgd")
 
 
 @pytest.mark.parametrize(
@@ -41,21 +47,25 @@ def test_words_that_can_be_pass() -> None:
         "--local_sgd 8 --local_sgd_outer_momentum 5",
     ],
 )
-def test_launch_refuses_them_before_it_starts_anything(words: str) -> None:
+def test_launch_refuses_impossible_values_before_it_starts_anything(words: str) -> None:
     with pytest.raises(UserError, match="local_sgd"):
         parse([*words.split(), "script.py"])
 
 
-def test_a_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_come_from_the_environment_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_LOCAL_SGD", "x")
     with pytest.raises(ValueError, match="STOKER_LOCAL_SGD is 'x', which is not a number"):
-        from_environment("local_sgd", int)
+        DistributedSettings.read({})
     monkeypatch.setenv("STOKER_LOCAL_SGD", "")
-    assert from_environment("local_sgd", int) is None
+    assert DistributedSettings.read({}).local_sgd == 0
     monkeypatch.setenv("STOKER_LOCAL_SGD", "4")
-    assert from_environment("local_sgd", int) == 4
+    assert DistributedSettings.read({}).local_sgd == 4
+    assert DistributedSettings.read({"local_sgd": 0}).local_sgd == 0
 
 
-def test_what_is_set_and_does_nothing_has_a_name() -> None:
-    assert without_use("none", 0) == without_use(None, None) == ""
-    assert without_use("bf16", 4) == "local_sgd 4 and gradient_compression bf16"
+def test_messages_name_the_options_that_are_on() -> None:
+    assert str(DistributedSettings()) == ""
+    assert (
+        str(DistributedSettings(gradient_compression="bf16", local_sgd=4))
+        == "local_sgd=4 and gradient_compression=bf16"
+    )

@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from stoker.cli import parsing
-from stoker.distributed.settings import COMPRESSIONS, check_words
+from stoker.distributed.settings import COMPRESSIONS, DistributedSettings
 from stoker.errors import UserError
 from stoker.launch.config.config_file import LAUNCHERS, PRECISIONS
 from stoker.launch.options import Options
@@ -104,9 +104,8 @@ def _options(found: dict[str, Any], script: str, arguments: list[str], notes: li
 def _training_words(found: dict[str, Any]) -> list[tuple[str, str]]:
     """What Trainer and Accelerator() are told through the environment of the ranks."""
     names = ("gradient_compression", "local_sgd", "local_sgd_outer_lr", "local_sgd_outer_momentum")
-    compression, every, lr, momentum = (found[name] for name in names)
     try:
-        check_words(compression, every, 1.0 if lr is None else lr, momentum or 0.0)
+        DistributedSettings(**{name: found[name] for name in names if found[name] is not None})
     except ValueError as error:
         raise UserError(f"stoker launch: {error}") from None
     return [(f"STOKER_{name.upper()}", str(found[name])) for name in names if found[name] is not None]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stoker.distributed.settings import check_outer
+from stoker.distributed.settings import DistributedSettings, check_outer
 
 __all__ = ["LocalSGD"]
 
@@ -58,6 +58,16 @@ class LocalSGD:
                 dist.broadcast(tensor.data, dist.get_global_rank(self._world, 0), group=group)
         self._anchor = [p.detach().clone() for p in self._parameters]
         self._velocity = [torch.zeros_like(p) for p in self._anchor] if outer_momentum else []
+
+    @classmethod
+    def from_settings(cls, model: torch.nn.Module, settings: DistributedSettings) -> LocalSGD:
+        return cls(
+            model,
+            settings.local_sgd,
+            outer_lr=settings.local_sgd_outer_lr,
+            outer_momentum=settings.local_sgd_outer_momentum,
+            wire=torch.bfloat16 if settings.gradient_compression.startswith("bf16") else None,
+        )
 
     @property
     def _world(self) -> Any:

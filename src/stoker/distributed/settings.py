@@ -1,41 +1,71 @@
-"""How several processes train together: the words for it, which `stoker launch` hands on in the environment, and what they
-may be. Trainer, Accelerator and the command line take the same ones and check them here. Imports no torch.
+"""How several processes train together: the options of TrainingArguments and `stoker launch`, and their environment variables.
+
+They are declared and checked once, here. Imports no torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from stoker.numbers import finite_number, whole_number
 
-__all__ = ["COMPRESSIONS", "check_outer", "check_words", "from_environment", "without_use"]
+__all__ = ["COMPRESSIONS", "DistributedSettings", "check_outer"]
 
 COMPRESSIONS = ("none", "bf16", "bf16-feedback", "powersgd")
 
 
-def from_environment(name: str, kind: Any) -> Any:
-    """The word `name` as `stoker launch` was told it, as a `kind`; None if it was not."""
+@dataclass(frozen=True, kw_only=True)
+class DistributedSettings:
+    """ValueError for values that are not possible."""
+
+    gradient_compression: str = "none"
+    local_sgd: int = 0
+    """Steps between two averages of the weights; 0: the gradients of every step are averaged instead."""
+    local_sgd_outer_lr: float = 1.0
+    local_sgd_outer_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        compression = self.gradient_compression
+        if compression not in COMPRESSIONS:
+            raise ValueError(f"gradient_compression is {compression!r}; choose one of {', '.join(COMPRESSIONS)}")
+        if self.local_sgd < 0:
+            raise ValueError(f"local_sgd is {self.local_sgd}; it must be a number of steps, or 0 for none")
+        if self.local_sgd and compression == "powersgd":
+            raise ValueError(
+                "gradient_compression=powersgd does not work with local_sgd, which sends no gradients; use bf16"
+            )
+        check_outer(self.local_sgd_outer_lr, self.local_sgd_outer_momentum, "local_sgd_")
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> DistributedSettings:
+        """The values of `given` that are not None, else those that `stoker launch` has put into the environment."""
+        values = {
+            field.name: _from_environment(field.name, type(field.default))
+            if given.get(field.name) is None
+            else given[field.name]
+            for field in dataclasses.fields(cls)
+        }
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def __str__(self) -> str:
+        """The options that change how ranks train together, for messages; empty if they are off."""
+        on = [f"local_sgd={self.local_sgd}"] if self.local_sgd else []
+        on += [f"gradient_compression={self.gradient_compression}"] if self.gradient_compression != "none" else []
+        return " and ".join(on)
+
+
+def _from_environment(name: str, kind: type) -> Any:
     text = os.environ.get(f"STOKER_{name.upper()}")
     if not text:
         return None
-    readers = {int: whole_number, float: finite_number}
-    value = readers[kind](text) if kind in readers else text
+    value = whole_number(text) if kind is int else finite_number(text) if kind is float else text
     if value is None:
         raise ValueError(f"STOKER_{name.upper()} is {text!r}, which is not a number; unset it, or correct it")
     return value
-
-
-def check_words(compression: str | None, local_sgd: int | None, outer_lr: float, outer_momentum: float) -> None:
-    if compression not in (None, *COMPRESSIONS):
-        raise ValueError(f"gradient_compression is {compression!r}; choose one of {', '.join(COMPRESSIONS)}")
-    if local_sgd is not None and local_sgd < 0:
-        raise ValueError(f"local_sgd is {local_sgd}; it must be a number of steps, or 0 for none")
-    if local_sgd and compression == "powersgd":
-        raise ValueError(
-            "gradient_compression powersgd cannot be had with local_sgd, which sends no gradients; use bf16"
-        )
-    check_outer(outer_lr, outer_momentum, "local_sgd_")
 
 
 def check_outer(lr: float, momentum: float, prefix: str = "") -> None:
@@ -45,10 +75,3 @@ def check_outer(lr: float, momentum: float, prefix: str = "") -> None:
         raise ValueError(
             f"{prefix}outer_momentum is {momentum}; it must be from 0 to below 1 (0 is none, DiLoCo takes 0.9)"
         )
-
-
-def without_use(compression: str | None, local_sgd: int | None) -> str:
-    """Which of the two were asked for, to be named where they do nothing; empty if none was."""
-    asked = [f"local_sgd {local_sgd}"] if local_sgd else []
-    asked += [f"gradient_compression {compression}"] if compression not in (None, "none") else []
-    return " and ".join(asked)

@@ -1,6 +1,6 @@
 """`Accelerator`: accelerate's own, on the CPU, with `stoker.optimize` applied in `prepare`.
 
-Imports nothing of transformers: it is loaded while accelerate itself is, which transformers may be waiting for.
+Imports nothing of transformers, because it is loaded during the import of accelerate, which transformers may have started.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import torch
 from accelerate.accelerator import Accelerator as _Stock
 from torch import nn
 
-from stoker.distributed.settings import check_words, from_environment, without_use
+from stoker.distributed.compression import compress_gradients
+from stoker.distributed.local_sgd import LocalSGD
+from stoker.distributed.settings import DistributedSettings
 from stoker.hf.ddp_backend import choose, join, several_processes
+from stoker.hf.ranks import NOT_IN_DDP, configure_ddp, warn_of_ignored_settings, without_ddp
 
 __all__ = ["Accelerator", "clip_in_one_pass"]
 
@@ -28,8 +31,8 @@ class Accelerator(_Stock):  # type: ignore[misc]
     """Use it wherever accelerate.Accelerator was used."""
 
     backend_wanted: str | None = None
-    """What to communicate with, if the script does not say; the launcher sets it."""
-    _local_sgd: Any = None
+    """The communication backend if the script names none; the launcher sets it."""
+    _local_sgd: LocalSGD | None = None
     _loaded_from: str = ""
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -55,67 +58,48 @@ class Accelerator(_Stock):  # type: ignore[misc]
         return self._prepare_for_several(args, named)
 
     def _prepare_for_several(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """What `stoker launch` was told about several processes: compression of gradients, or local SGD."""
+        """Applies the options of `stoker launch` for several processes: gradient compression, or local SGD."""
         models = [one for one in args if isinstance(one, nn.Module)]
-        every = from_environment("local_sgd", int) or 0
-        compression = from_environment("gradient_compression", str) or "none"
-        lr, momentum = (from_environment(f"local_sgd_outer_{name}", float) for name in ("lr", "momentum"))
-        check_words(compression, every, 1.0 if lr is None else lr, momentum or 0.0)
+        settings = DistributedSettings.read({})
         if self.num_processes == 1 or self.device.type != "cpu" or not models:
-            if models and (asked := without_use(compression, every)):
-                log.warning("%s: without effect, for there is one process, or it is not on the CPU", asked)
+            if models:
+                warn_of_ignored_settings(settings)
             return super().prepare(*args, **named)
-        from stoker.hf.ranks import configure_ddp, without_ddp
-
-        if every:
+        if settings.local_sgd:
             without_ddp(self)
-        else:
-            configure_ddp(self, None)
+            prepared = super().prepare(*args, **named)
+            self._start_local_sgd(LocalSGD.from_settings(models[0], settings), args)
+            return prepared
+        configure_ddp(self, None)
         prepared = super().prepare(*args, **named)
-        if every:
-            local = {"outer_lr": 1.0 if lr is None else lr, "outer_momentum": momentum or 0.0}
-            self._average_every(every, compression, models[0], args, **local)
-        elif compression != "none":
-            from stoker.distributed.compression import compress_gradients
-
-            found = prepared if isinstance(prepared, tuple) else (prepared,)
-            wrapped = [one for one in found if isinstance(one, nn.parallel.DistributedDataParallel)]
-            for one in wrapped:
-                compress_gradients(one, compression)
-            if not wrapped:
-                log.warning("gradient_compression %s: without effect, for the model is not in DDP", compression)
+        found = prepared if isinstance(prepared, tuple) else (prepared,)
+        wrapped = [one for one in found if isinstance(one, nn.parallel.DistributedDataParallel)]
+        for one in wrapped:
+            compress_gradients(one, settings.gradient_compression)
+        if not wrapped and str(settings):
+            log.warning(NOT_IN_DDP, settings)
         return prepared
 
-    def _average_every(
-        self, every: int, compression: str, model: nn.Module, prepared: tuple[Any, ...], **outer: float
-    ) -> None:
-        from stoker.distributed.local_sgd import LocalSGD
-
-        self._local_sgd = LocalSGD(
-            model,
-            every,
-            wire=torch.bfloat16 if compression.startswith("bf16") else None,
-            **outer,
-        )
-        local = self._local_sgd
+    def _start_local_sgd(self, local: LocalSGD, prepared: tuple[Any, ...]) -> None:
+        self._local_sgd = local
         # Not among accelerate's custom objects: it refuses a checkpoint that has more or fewer of them than are registered.
         self.register_save_state_pre_hook(self._save_local_sgd)
         self.register_load_state_pre_hook(self._note_folder)
         for optimizer in (one for one in prepared if isinstance(one, torch.optim.Optimizer)):
-            inner = getattr(optimizer, "optimizer", optimizer)
+            inner: Any = getattr(optimizer, "optimizer", optimizer)
             inner.register_step_post_hook(lambda *about: local.step())
             return
-        log.warning("local_sgd: no optimizer was prepared together with the model, so nothing is averaged")
+        log.warning("local_sgd is ignored: no optimizer was prepared together with the model")
 
     def _save_local_sgd(self, models: Any, weights: Any, folder: str) -> None:
-        if self.is_main_process:  # all ranks have the same: they average, so they agree on what they started from
+        if self.is_main_process and self._local_sgd is not None:  # after an average all ranks have the same state
             torch.save(self._local_sgd.state_dict(), Path(folder) / _LOCAL_SGD_FILE)
 
     def _note_folder(self, models: Any, folder: str) -> None:
         self._loaded_from = folder
 
     def load_state(self, *args: Any, **named: Any) -> Any:
-        """Also what the averages of local SGD start from: scripts load after `prepare`, which has noted other weights."""
+        """Also restores local SGD, which `prepare` has started from the weights before loading."""
         result = super().load_state(*args, **named)
         if self._local_sgd is not None:
             path = Path(self._loaded_from) / _LOCAL_SGD_FILE
@@ -127,20 +111,20 @@ class Accelerator(_Stock):  # type: ignore[misc]
         return result
 
     def wait_for_everyone(self) -> None:
-        """All ranks come here before they save: a moment to agree on the weights."""
+        """All ranks call it before they save: local SGD averages, so that they hold the same weights."""
         if self._local_sgd is not None and not self._local_sgd.agreed:
             self._local_sgd.average()
         super().wait_for_everyone()
 
 
 def clip_in_one_pass(accelerator: _Stock) -> None:
-    """Lets `accelerator`, ours or the one that a Trainer made, clip with Stoker's kernel from now on."""
+    """Makes `accelerator`, Stoker's or the one of a Trainer, clip gradients with Stoker's kernel."""
     if "clip_grad_norm_" not in vars(accelerator):
         accelerator.clip_grad_norm_ = functools.partial(_clip, accelerator, accelerator.clip_grad_norm_)
 
 
 def _clip(accelerator: _Stock, stock: Any, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
-    """Stoker's clipping where every rank has whole gradients in main memory; FSDP, DeepSpeed and others have their own."""
+    """Uses Stoker's clipping if every rank has whole gradients in memory; FSDP, DeepSpeed and others have their own."""
     from accelerate.utils import DistributedType
 
     from stoker.model import clip_grad_norm_
@@ -155,11 +139,11 @@ def _clip(accelerator: _Stock, stock: Any, parameters: Any, max_norm: Any, norm_
 
 
 def _optimize(prepared: tuple[Any, ...], precision: str) -> None:
-    """In place, models and optimizers as they stand; what is optimised already is left."""
+    """Optimises the models, each with its optimizer, in place; those that are optimised already are skipped."""
     from stoker.model import optimize
     from stoker.model.class_swap import Optimized
 
-    dtype = torch.bfloat16 if precision == "bf16" else None  # None: as the script's own autocast says, if it uses one
+    dtype = torch.bfloat16 if precision == "bf16" else None  # None: the script's autocast decides, if it uses one
     models = [one for one in prepared if isinstance(one, nn.Module)]
     optimizers = [one for one in prepared if isinstance(one, torch.optim.Optimizer)]
     for model in models:

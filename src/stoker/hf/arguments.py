@@ -1,6 +1,6 @@
 """`TrainingArguments`: every argument of transformers', the retired ones with their old meaning, and Stoker's own.
 
-A bf16 run or a run without a GPU uses the CPU without being told; `ddp_timeout` reaches the process group on CPUs too.
+A run without a GPU uses the CPU without a flag; `ddp_timeout` applies to the process group on CPUs too.
 """
 
 import copy
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from stoker.distributed.settings import COMPRESSIONS, check_words, from_environment
+from stoker.distributed.settings import COMPRESSIONS, DistributedSettings
 from stoker.errors import UserError
 from stoker.hf.ddp_backend import choose, join
 from stoker.hf.retired import RETIRED, Retired
@@ -29,34 +29,29 @@ _TODAY = {one.name for one in dataclasses.fields(transformers.TrainingArguments)
 
 
 class InvalidArgument(UserError, ValueError):
-    """A ValueError, as transformers raises it; under `stoker launch` one sentence instead of a traceback."""
+    """A ValueError, as transformers raises it; `stoker launch` prints its message without a traceback."""
 
 
 def _retired_field(row: Retired) -> tuple[str, Any, Any]:
-    # A bool without a default of its own would need a value on the command line; these words were given bare.
+    # Without `nargs`, a bool that defaults to None would need a value on the command line; these were bare flags.
     bare = {"nargs": "?", "const": True} if row.type is bool else {}
     metadata = {"help": f"Retired ({row.meant}): {row.now}.", **bare}
     return row.name, row.type | None, field(default=None, metadata=metadata)
 
 
-_RetiredWords: Any = dataclasses.make_dataclass(
-    "_RetiredWords", [_retired_field(row) for row in RETIRED if row.name not in _TODAY]
-)
-_DISTRIBUTED: tuple[tuple[str, Any, Any], ...] = (
-    ("gradient_compression", str, None),
-    ("local_sgd", int, None),
-    ("local_sgd_outer_lr", float, 1.0),
-    ("local_sgd_outer_momentum", float, 0.0),
+_RetiredArguments: Any = dataclasses.make_dataclass(
+    "_RetiredArguments", [_retired_field(row) for row in RETIRED if row.name not in _TODAY]
 )
 _BACKENDS = ["nccl", "gloo", "mpi", "ccl", "xccl", "hccl", "cncl", "mccl"]
 
 
 @dataclass
-class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type: ignore[misc]
-    """transformers.TrainingArguments with the retired words, and with what Stoker adds."""
+class TrainingArguments(_RetiredArguments, transformers.TrainingArguments):  # type: ignore[misc]
+    """transformers.TrainingArguments with the retired arguments, and with what Stoker adds."""
 
     ddp_backend: str | None = field(
-        default=None, metadata={"help": "How processes talk to each other: gloo, ccl, mpi.", "choices": _BACKENDS}
+        default=None,
+        metadata={"help": "Communication backend between processes: gloo, ccl, mpi.", "choices": _BACKENDS},
     )
     tokens_per_batch: int | None = field(
         default=None,
@@ -72,47 +67,47 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
     gradient_compression: str | None = field(
         default=None,
         metadata={
-            "help": "How gradients travel between processes: bf16 (half the bytes), bf16-feedback (rounding errors are "
-            "kept for the next step), powersgd (low rank), none.",
+            "help": "How gradients are sent between processes: bf16 (half the bytes), bf16-feedback (rounding errors are "
+            "added to the next step), powersgd (low rank), none.",
             "choices": list(COMPRESSIONS),
         },
     )
     local_sgd: int | None = field(
         default=None,
-        metadata={"help": "Average the weights of the processes every so many steps instead of the gradients of each."},
+        metadata={"help": "Average the weights of the processes every N steps instead of the gradients of every step."},
     )
     local_sgd_outer_lr: float | None = field(
-        default=None, metadata={"help": "How far to go towards the average (1.0; DiLoCo: 0.7)."}
+        default=None, metadata={"help": "Step size towards the average (default 1.0; DiLoCo: 0.7)."}
     )
     local_sgd_outer_momentum: float | None = field(
-        default=None, metadata={"help": "Nesterov momentum of the averages (0.0; DiLoCo: 0.9)."}
+        default=None, metadata={"help": "Nesterov momentum of the averages (default 0.0; DiLoCo: 0.9)."}
     )
     balance_tokens: bool = field(
-        default=True, metadata={"help": "Deal each global batch so that every process gets about as many tokens."}
+        default=True,
+        metadata={"help": "Divide each global batch so that all processes get about the same number of tokens."},
     )
 
     def __post_init__(self) -> None:
         _refuse_non_finite(self)
-        said = [self._understand(row) for row in RETIRED if getattr(self, row.name, None) is not None]
+        notes = [self._apply_retired(row) for row in RETIRED if getattr(self, row.name, None) is not None]
         if not torch.accelerator.is_available():
-            # Without this, transformers refuses bf16, and several processes started by mpirun would not find each other.
+            # Otherwise transformers refuses bf16, and processes started by mpirun would not form a group.
             self.use_cpu = True
         if self.use_cpu and self.fp16:
-            said.append("fp16: CPUs train in fp32; bf16 saves memory")  # transformers ignores it without a word
-        self._take_distributed_words()
-        backend = self._choose_backend(said)
+            notes.append("fp16 is ignored: CPUs train in fp32; bf16 saves memory")  # transformers gives no warning
+        self._read_distributed_settings()
+        backend = self._choose_backend(notes)
         if self.use_cpu:
             join(backend, self.ddp_timeout_delta)
             self.ddp_backend = None  # accelerate takes the group that exists, but refuses a name it does not know
         super().__post_init__()
         self.ddp_backend = backend
-        # A rank is known from here on; the others need not repeat it.
-        if self.process_index == 0:
-            for line in filter(None, said):
-                _say_once(line)
+        if self.process_index == 0:  # known only now
+            for line in filter(None, notes):
+                _warn_once(line)
 
-    def _understand(self, row: Retired) -> str:
-        """Acts on one retired word, and tells what happens now."""
+    def _apply_retired(self, row: Retired) -> str:
+        """Gives a retired argument its old effect; returns the line for the user, if any."""
         value = getattr(self, row.name)
         if row.name in _TODAY:  # this version of transformers still acts on it
             return ""
@@ -123,19 +118,19 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
             self.train_sampling_strategy = "group_by_length"
         elif row.name == "warmup_ratio":
             if not 0 <= value <= 1:
-                raise InvalidArgument(f"warmup_ratio is {value}; it must be a share of the steps, 0 to 1")
+                raise InvalidArgument(f"warmup_ratio is {value}; it must be a fraction of the steps, 0 to 1")
             if value and not getattr(self, "warmup_steps", 0):
                 self.warmup_steps = min(value, math.nextafter(1.0, 0.0))  # 1 would be one step, not all of them
         elif row.name == "logging_dir":
             os.environ["TENSORBOARD_LOGGING_DIR"] = os.path.expanduser(value)
         elif row.name == "use_ipex" and not value:
-            return "use_ipex=False: the model is left as it is"
+            return "use_ipex=False: the model is not optimised"
         elif row.name == "overwrite_output_dir" and not value:
             return ""
         return f"{row.name}: {row.now}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For training_args.bin, which is saved beside every model and may be published: no tokens."""
+        """Without tokens: training_args.bin is saved with every model and may be published."""
         return {name: None if name.endswith("_token") else value for name, value in self.__dict__.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainingArguments":
@@ -149,21 +144,18 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
         same.__dict__.update(self.__dict__)
         return same
 
-    def _take_distributed_words(self) -> None:
-        """What `stoker launch` was told for scripts that do not know these words, then the defaults."""
-        for name, kind, default in _DISTRIBUTED:
-            if getattr(self, name) is None:
-                told = from_environment(name, kind)
-                setattr(self, name, default if told is None else told)
-        assert self.local_sgd_outer_lr is not None
-        assert self.local_sgd_outer_momentum is not None
-        check_words(self.gradient_compression, self.local_sgd, self.local_sgd_outer_lr, self.local_sgd_outer_momentum)
+    def _read_distributed_settings(self) -> None:
+        """Takes over what `stoker launch` has put into the environment for scripts that do not have these options."""
+        for name, value in dataclasses.asdict(DistributedSettings.read(vars(self))).items():
+            # gradient_compression and local_sgd stay None where they are off: checkpoints record them so.
+            if (getattr(self, name) is None and value not in ("none", 0)) or name.startswith("local_sgd_outer"):
+                setattr(self, name, value)
 
-    def _choose_backend(self, said: list[str]) -> str | None:
+    def _choose_backend(self, notes: list[str]) -> str | None:
         if self.ddp_backend is None or not self.use_cpu:  # left to transformers
             return self.ddp_backend
         choice = choose(self.ddp_backend)
-        said.append(choice.note or "")
+        notes.append(choice.note or "")
         return choice.name
 
     @property
@@ -173,7 +165,7 @@ class TrainingArguments(_RetiredWords, transformers.TrainingArguments):  # type:
 
 
 def _refuse_non_finite(args: TrainingArguments) -> None:
-    """inf and NaN train nothing: weights become non-finite at the first step, or the run never ends."""
+    """With inf or NaN, weights become non-finite at the first step, or the run never ends."""
     for one in dataclasses.fields(TrainingArguments):
         value = getattr(args, one.name, None)
         if isinstance(value, float) and not math.isfinite(value):
@@ -181,11 +173,11 @@ def _refuse_non_finite(args: TrainingArguments) -> None:
             raise InvalidArgument(f"{one.name} is {value}; it must be a finite number{instead}")
 
 
-_SAID: set[str] = set()
-"""Cache of lines that were said in this process."""
+_WARNED: set[str] = set()
+"""The warnings that this process has given."""
 
 
-def _say_once(line: str) -> None:
-    if line not in _SAID:
-        _SAID.add(line)
+def _warn_once(line: str) -> None:
+    if line not in _WARNED:
+        _WARNED.add(line)
         log.warning("%s", line)

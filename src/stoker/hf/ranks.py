@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stoker.distributed.balance import TokenBalancedSampler
 from stoker.distributed.compression import compress_gradients
 from stoker.distributed.local_sgd import LocalSGD
-from stoker.distributed.settings import without_use
+from stoker.distributed.settings import DistributedSettings
 from stoker.distributed.stragglers import Arrival, StepWait, Waiting
 from stoker.hf.batches import lengths_of
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["BUCKET_MB", "Ranks", "averages_own_loss", "configure_ddp", "tokens_of", "without_ddp"]
 
 log = logging.getLogger("stoker")
+
+NOT_IN_DDP = "%s is ignored: the model is not wrapped in DDP"
 
 BUCKET_MB = 100
 """DDP's bucket size on CPUs. Within a host 25 and 100 MB took the same time (docs/distributed.md); of the two, 100 MB needs
@@ -68,8 +70,8 @@ class Ranks:
         return bool(args.world_size > 1) and args.device.type == "cpu"
 
     @property
-    def _every(self) -> int:
-        return int(getattr(self.trainer.args, "local_sgd", None) or 0) if self.several else 0
+    def _settings(self) -> DistributedSettings:
+        return DistributedSettings.read(vars(self.trainer.args))
 
     # Before training
 
@@ -77,37 +79,32 @@ class Ranks:
         """The model is about to be wrapped in DDP by accelerate."""
         if not self.several:
             return
-        if self._every:
+        if self._settings.local_sgd:
             without_ddp(self.trainer.accelerator)
         else:
             configure_ddp(self.trainer.accelerator, self.trainer.args.ddp_bucket_cap_mb)
 
     def train_begins(self) -> None:
-        trainer, args = self.trainer, self.trainer.args
-        compression = getattr(args, "gradient_compression", None) or "none"
+        trainer = self.trainer
+        settings = self._settings
         if not self.several:
-            if asked := without_use(compression, getattr(args, "local_sgd", None)):
-                log.warning("%s: without effect, for there is one process, or it is not on the CPU", asked)
+            warn_of_ignored_settings(settings)
             return
         model = trainer.model_wrapped
         self._waiting = Waiting()
-        if self._every:
-            wire = torch.bfloat16 if compression.startswith("bf16") else None
-            self.local = LocalSGD(
-                trainer.model, self._every, outer_lr=args.local_sgd_outer_lr,
-                outer_momentum=args.local_sgd_outer_momentum, wire=wire,
-            )  # fmt: skip
+        if settings.local_sgd:
+            self.local = LocalSGD.from_settings(trainer.model, settings)
             self._load_local()
         elif isinstance(model, DistributedDataParallel):
             if not any(buffer.is_floating_point() for buffer in model.buffers()):
                 # Only constants such as position ids: sending them would cost a collective in every step.
                 model.broadcast_buffers = False
-            if compression != "none" and self.compressed is not model:  # train() may be called again
-                compress_gradients(model, compression)
+            if settings.gradient_compression != "none" and self.compressed is not model:  # train() may be called again
+                compress_gradients(model, settings.gradient_compression)
                 self.compressed = model
             self._arrival = Arrival(trainer.model)
-        elif compression != "none" and trainer.is_world_process_zero():
-            log.warning("gradient_compression=%s is ignored: the model is not wrapped in DDP", compression)
+        elif settings.gradient_compression != "none" and trainer.is_world_process_zero():
+            log.warning(NOT_IN_DDP, settings)
 
     def train_ends(self) -> None:
         if self._arrival is not None:
@@ -276,6 +273,11 @@ def tokens_of(dataset: Any, column: str) -> NDArray[np.int64] | None:
     rows = (dataset[i] for i in range(len(dataset)))
     counts = (int(np.sum(row["attention_mask"])) if "attention_mask" in row else len(row["input_ids"]) for row in rows)
     return np.fromiter(counts, np.int64, len(dataset))
+
+
+def warn_of_ignored_settings(settings: DistributedSettings) -> None:
+    if str(settings):
+        log.warning("%s is ignored: it needs several processes on CPUs", settings)
 
 
 def configure_ddp(accelerator: Any, bucket_mb: float | None) -> None:
