@@ -79,7 +79,7 @@ def test_a_hub_out_of_reach_stops_before_training(files: Path, tmp_path: Path) -
     done = train(files, tmp_path / "out", "http://127.0.0.1:9")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert "--push_to_hub: the repository 'out' cannot be made on the hub" in done.stderr
+    assert "--push_to_hub: the repository 'out' cannot be created on the hub" in done.stderr
     assert "leave the option out" in done.stderr
     assert "trained to step" not in done.stderr
 

@@ -1,7 +1,6 @@
-"""What training costs and yields: tokens per second, padding that was not computed, share of the machine's peak, time by phase.
+"""Figures of training: tokens per second, padding that was not computed, share of the machine's peak, time by phase.
 
-Arithmetic is counted as the products that the mathematics needs, for real tokens only, so a share of the peak cannot be
-raised by computing padding.
+Only the matrix products of real tokens are counted, so computing padding does not raise the share of the peak.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["Meter", "Work", "training_flops"]
 
 log = logging.getLogger("stoker")
 
-_NOISE = 1.05  # products measured at different times differ by this much
+_NOISE = 1.05  # measurements of the same product at different times differ by this factor
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
 
 
@@ -59,7 +58,7 @@ def _config_of(model: nn.Module) -> Any:
 
 
 def _texts(inputs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Token ids and mask of each text of a batch: one, or several under names such as `sentence_0_input_ids`."""
+    """Token ids and mask of each text of a batch: one, or several with names such as `sentence_0_input_ids`."""
     for name, ids in inputs.items():
         prefix = name.removesuffix("input_ids")
         if prefix == name or prefix.endswith("decoder_") or (prefix and not prefix.endswith("_")):
@@ -74,22 +73,22 @@ def training_flops(work: Work, lengths: torch.Tensor) -> float:
 
 @dataclass
 class Meter:
-    """Counts since the last `take`, and in all."""
+    """Counts since the last `take`, and in total."""
 
     work: Work
     peak: float | None
     """Operations per second that the machine was measured to reach; None if it was not measured."""
     padded_length: int | None = None
-    """Length to which stock would pad every row; None: the longest of the batch."""
+    """The length to which stock would pad every row; None: the longest of the batch."""
     positions: Positions = field(default_factory=Positions)
-    """What the model's padding-free parts were given and computed; nothing of either if it has none."""
+    """Positions that the padding-free parts of the model received and computed; zero if it has none."""
     tokens: int = 0
     rows: int = 0
     flops: float = 0.0
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     total_tokens: int = 0
     bf16: bool = False
-    _looked_again: bool = False
+    _remeasured: bool = False
     _since: float = field(default_factory=time.perf_counter)
     _paused: float = 0.0
 
@@ -106,7 +105,7 @@ class Meter:
                 lengths = mask.sum(1)
             else:
                 lengths = torch.full((ids.shape[0],), ids.shape[1])
-            rows = max(rows, ids.shape[0])  # of a pair, both texts belong to one row
+            rows = max(rows, ids.shape[0])  # both texts of a pair belong to one row
             self.tokens += int(lengths.sum())
             self.flops += training_flops(self.work, lengths)
         self.rows += rows
@@ -127,17 +126,17 @@ class Meter:
     def _share(self, rate: float) -> dict[str, float]:
         if self.peak is None:
             return {}
-        if rate > self.peak and not self._looked_again:
-            self._looked_again = True
+        if rate > self.peak and not self._remeasured:
+            self._remeasured = True
             self.peak = max(self.peak, _peak_now(self.bf16) or 0.0)
         if rate > _NOISE * self.peak:
-            # This peak was measured while the machine did something else.
+            # The peak was measured while the machine was busy.
             log.warning(
-                "training is faster than the peak that was measured here; `stoker doctor --fresh` measures again"
+                "training is faster than the measured peak of this machine; run `stoker doctor --fresh` to measure it again"
             )
             self.peak = None
             return {}
-        self.peak = max(self.peak, rate)  # a peak is what was reached here at best, by a product or by training itself
+        self.peak = max(self.peak, rate)  # the best rate seen, in a measured product or in training
         return {"share_of_peak": round(rate / self.peak, 4)}
 
     def take(self) -> dict[str, float]:
@@ -145,7 +144,7 @@ class Meter:
         now = time.perf_counter()
         seconds = max(now - self._since - self._paused, 1e-9)
         figures: dict[str, float] = {}
-        # Batches of raw texts are tokenized inside the loss; what the model then computed without padding is known.
+        # If raw texts are tokenized inside the loss, only the positions that the model computed are known.
         self.tokens = self.tokens or self.positions.computed
         if self.tokens:
             figures["tokens_per_second"] = round(self.tokens / seconds, 1)
@@ -170,16 +169,16 @@ class Meter:
 def _peak(rates: Rates, bf16: bool) -> float:
     # Without bf16 units bf16 is computed as fp32, so the faster of the two is what could be reached.
     best = 1e9 * (max(rates.bf16_all, rates.fp32_all) if bf16 else rates.fp32_all)
-    # Measured with all cores; a process that was given fewer is measured by its share.
+    # Measured with all cores; a process with fewer gets its share.
     return best * min(1.0, torch.get_num_threads() / rates.threads)
 
 
 def _peak_now(bf16: bool) -> float | None:
-    """The peak looked at again; None where other processes compute at the same time and would spoil it."""
+    """Measures the peak again; None where other processes compute at the same time."""
     machine = this_machine()
     rates = known(machine)
     if rates is None or torch.get_num_threads() < rates.threads:
         return None
-    # The product that the peak rests on: without bf16 units that is fp32's.
+    # Without bf16 units the peak is that of fp32 products.
     units = bf16 and rates.fastest_dtype == "bf16"
     return _peak(remeasure(machine, rates, clock=clock_ghz, bf16=units), bf16)

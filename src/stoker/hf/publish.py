@@ -1,4 +1,4 @@
-"""The hub as a place for models. Out of reach, it is one sentence: an error before training, a warning after it."""
+"""Publishing to the Hugging Face Hub. If it cannot be reached: an error before training, a warning after it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ log = logging.getLogger("stoker")
 
 
 class PublishingTrainer(transformers.Trainer):  # type: ignore[misc]
-    """The part of the Trainer that talks to the hub, for `push_to_hub=True`."""
+    """The part of the Trainer that implements `push_to_hub=True`."""
 
     hub_model_id: str | None
 
     def init_hf_repo(self, token: str | None = None) -> None:
         try:
             super().init_hf_repo(token=token)
-        except Exception as error:  # whatever the hub's library and the network below it raise
+        except Exception as error:  # the hub's library and the network may raise anything
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             raise UserError(
-                f"--push_to_hub: the repository {name!r} cannot be made on the hub: {first_line(error)}; "
-                "log in by `hf auth login`, or leave the option out: the model is saved here in any case"
+                f"--push_to_hub: the repository {name!r} cannot be created on the hub: {first_line(error)}; "
+                "log in with `hf auth login`, or leave the option out: the model is saved locally in any case"
             ) from None
 
     def publish(self, message: str) -> None:
-        """Sends the output folder as it is; a hub that cannot be reached costs a sentence, never the model."""
+        """Uploads the output folder; if that fails, logs a warning."""
         if not self.args.push_to_hub or not self.is_world_process_zero():
             return
         from huggingface_hub import HfApi
@@ -49,6 +49,6 @@ class PublishingTrainer(transformers.Trainer):  # type: ignore[misc]
             )
         except Exception as error:  # as above
             log.warning(
-                "the model was not pushed to the hub: %s; it is in %s, and `hf upload %s %s` sends it",
+                "the model was not pushed to the hub: %s; it is in %s; upload it with `hf upload %s %s`",
                 first_line(error), self.args.output_dir, self.hub_model_id, self.args.output_dir,
             )  # fmt: skip

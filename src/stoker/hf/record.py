@@ -1,8 +1,9 @@
-"""Writes the log of a run (stoker.run_report.log) as a Trainer goes along: what it is, what it does, how it ends."""
+"""Writes the run log (stoker.run_report.log) during training: what the run is, its figures, and how it ended."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import platform
 import shlex
@@ -26,24 +27,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Recorder"]
 
-_LENGTHS_READ = (
-    20_000  # rows of a data set that does not know its lengths; more would cost more than a histogram is worth
-)
+_LENGTHS_READ = 20_000  # rows of a dataset that does not know its lengths; reading more is not worth it for a histogram
 
 
 class Recorder:
-    """The log of one Trainer; only rank 0 writes."""
+    """The run log of one Trainer; only rank 0 writes."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.log = RunLog(trainer.args.output_dir)
         self.task: dict[str, Any] = {}
-        """What the task knows of itself: name, model, command; part of the start entry."""
+        """Name, model and command of the task, for the start entry."""
         self._begun = False
 
     @property
     def _on(self) -> bool:
-        # Evaluating alone is no run: its scores would be taken for those of the run whose log is in the folder.
+        # Evaluation alone is not logged: its scores would be taken for those of the run whose log is in the folder.
         return bool(self.trainer.args.should_save) and self._begun
 
     def begin(self, checkpoint: Path | None, start: dict[str, Any]) -> None:
@@ -68,7 +67,7 @@ class Recorder:
         self.log.write("start", **{**facts, **self.task})
 
     def train_begins(self) -> None:
-        """Once the model is optimised and the number of steps known."""
+        """Called when the model is optimised and the number of steps known."""
         if not self._on:
             return
         trainer = self.trainer
@@ -116,20 +115,19 @@ class Recorder:
     def logged(self, logs: dict[str, Any]) -> None:
         if not self._on:
             return
-        step = self.trainer.state.global_step
+        figures = {**logs, "step": self.trainer.state.global_step}
         if "loss" in logs:
             meter = self.trainer._meter
-            phases, peak = getattr(meter, "last_phases", None), getattr(meter, "peak", None)
             self.log.write(
-                "step", step=step, phases=phases, peak=peak, **{k: v for k, v in logs.items() if k != "step"}
+                "step", phases=getattr(meter, "last_phases", None), peak=getattr(meter, "peak", None), **figures
             )
         elif any(name.startswith("eval_") for name in logs):
-            self.log.write("evaluation", step=step, **{k: v for k, v in logs.items() if k != "step"})
+            self.log.write("evaluation", **figures)
         elif "train_runtime" in logs:
-            self.log.write("trained", step=step, **{k: v for k, v in logs.items() if k != "step"})
+            self.log.write("trained", **figures)
 
     def write(self, kind: str, **values: Any) -> None:
-        """An entry of the task's own."""
+        """Adds an entry."""
         if self._on:
             self.log.write(kind, **values)
 
@@ -139,7 +137,7 @@ class Recorder:
 
 
 def _step_of(checkpoint: Path) -> int:
-    """By its state, because a checkpoint may have any name (`last-checkpoint`, as the hub knows it)."""
+    """From its state, because a checkpoint may have any name (the hub uses `last-checkpoint`)."""
     return int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
 
 
@@ -157,12 +155,10 @@ def _machine_facts() -> dict[str, Any]:
 
 
 def _arguments(args: Any) -> dict[str, Any]:
-    """What was set to something else than its default; tokens are never written."""
-    import dataclasses
-
-    told = {}
+    """The arguments that differ from their defaults; tokens are never written."""
+    changed = {}
     for one in dataclasses.fields(args):
         value = getattr(args, one.name, None)
         if value != one.default and not one.name.endswith("_token") and one.default_factory is dataclasses.MISSING:
-            told[one.name] = getattr(value, "value", value)
-    return told
+            changed[one.name] = getattr(value, "value", value)
+    return changed

@@ -1,4 +1,4 @@
-"""Tokens and passwords on a command line and in variables: what is kept, shown or published of a command does not hold them."""
+"""Removes tokens and passwords from a command line before it is stored, shown or published."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SECRET_VARIABLE = re.compile(
     r"(.*_)?(token|password|passwd|secret|credentials?|api_?key|access_key|private_key)(_.*)?", re.IGNORECASE
 )
 _SET_VARIABLE = ("-genv", "--genv")
-_MPI_WORDS = ("--extra_mpi_params", "--extra-mpi-params")
-"""Options of `stoker launch`. The value of the latter is a line for mpirun, which may set variables too."""
+_MPI_OPTIONS = ("--extra_mpi_params", "--extra-mpi-params")
+"""Options of `stoker launch`. The value of these is a line of options for mpirun, which may set variables too."""
 
 
 def is_secret(variable: str) -> bool:
-    """Whether the name of an environment variable says that its value is a secret: HF_TOKEN, WANDB_API_KEY, ..."""
+    """Whether an environment variable is a secret by its name: HF_TOKEN, WANDB_API_KEY, ..."""
     return _SECRET_VARIABLE.fullmatch(variable) is not None
 
 
 def without_secrets(words: Sequence[str], instead: str | None = HIDDEN) -> list[str]:
-    """`words` with `instead` for the value of each secret option or variable; None leaves such an option out."""
+    """`words` with `instead` in place of the value of each secret option or variable; None removes such an option."""
     kept: list[str] = []
     value_follows = False
     rest = iter(words)
@@ -31,7 +31,7 @@ def without_secrets(words: Sequence[str], instead: str | None = HIDDEN) -> list[
         option, equals, value = word.partition("=")
         if option in _SET_VARIABLE:
             kept += _without_secret_variable(option, value if equals else None, rest, instead)
-        elif option in _MPI_WORDS:
+        elif option in _MPI_OPTIONS:
             typed = [word] if equals else [word, *(() if (value := next(rest, "")) == "" else (value,))]
             hidden = value == HIDDEN or any(is_secret(name) for name in re.split(r"[\s=,'\"]+", value))
             kept += typed if not hidden else [] if instead is None else [option, instead]

@@ -1,1 +1,6 @@
-"""Checkpoints to rely on: the manifest, the choice of one to resume from, the command that does, the lock on the folder."""
+"""Checkpoints that survive a kill, and exact resume.
+
+folders (complete or absent), manifest (checksums), lock (one run per folder), run_facts (what must be the same to resume
+exactly), random_state, choice and restart (which checkpoint to resume from), pending_evaluation, interrupts (signals),
+command (how to resume, for the user), checkpointing_trainer (the part of the Trainer that uses all of these).
+"""

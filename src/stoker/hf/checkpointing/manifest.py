@@ -1,8 +1,8 @@
-"""Whether a checkpoint is whole: each has a manifest with the sizes and CRC-32 checksums of its files, written last.
+"""Whether a checkpoint is intact: each has a manifest with the sizes and CRC-32 checksums of its files, written last.
 
-A checkpoint without one (stock transformers, an older Stoker) is judged by its structure: headers and sizes of safetensors
-files, the directories and checksums inside the zip archives that torch.save writes. Only the standard library is used,
-because the launcher asks too. The checksums are there to find damage, not to keep anybody from making it.
+In a checkpoint without one (stock transformers, an older Stoker) the structure is checked: headers and sizes of safetensors
+files, directories and checksums of the zip archives that torch.save writes. Only the standard library is used, because the
+launcher needs this too. The checksums detect damage, not tampering.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ Entries = dict[str, dict[str, Any]]
 """By path within the checkpoint: {"size": bytes, "crc32": [eight hex digits for each block]}."""
 
 _BLOCK = 64 << 20
-"""One checksum for so many bytes: blocks of one file are read by several threads."""
+"""Bytes per checksum: the blocks of one file are read by several threads."""
 _CHUNK = 1 << 20
 _THREADS = min(8, os.cpu_count() or 1)
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors format
 
 _RESUMED = re.compile(r"(?!training_args\.bin$).*\.(safetensors|pt|pth|bin|distcp)|.*\.index\.json|adapter_config\.json"
                       r"|trainer_state\.json|stoker_run\.json")  # fmt: skip
-"""What resuming reads. Other files (model card, tokenizer) may be changed or deleted by their owner."""
+"""Files that resuming reads. Users may change or delete the others (model card, tokenizer)."""
 _WEIGHTS = re.compile(r"(.*/)?(model|adapter_model|pytorch_model)\b.*\.(safetensors|bin|index\.json)")
 
 _Signature = tuple[tuple[str, int, int, int, int], ...]
-_KNOWN_WHOLE: dict[Path, _Signature] = {}
-"""A cache: folders whose checksums were right, with the state of their files then. The same question comes several times."""
+_KNOWN_INTACT: dict[Path, _Signature] = {}
+"""A cache: folders whose checksums were correct, with the state of their files at that time."""
 
 
 @contextlib.contextmanager
 def measured_during(folder: Path) -> Iterator[Callable[[], Entries]]:
-    """Checksums of all files in `folder`, computed in threads while the caller waits for the disk; the result afterwards."""
+    """Computes checksums of all files in threads while the caller waits for the disk; yields a function that returns them."""
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
     with ThreadPoolExecutor(_THREADS) as pool:
         pending = {name: _submit(pool, folder / name, size) for name, size in sorted(sizes.items())}
@@ -55,7 +55,7 @@ def measured_during(folder: Path) -> Iterator[Callable[[], Entries]]:
 
 
 def write(folder: Path, entries: Entries) -> None:
-    """Puts the manifest into `folder` by a rename, once it is on the disk."""
+    """Writes the manifest to the disk, then renames it into place."""
     beside = folder / PARTIAL
     with open(beside, "w", encoding="utf-8") as file:
         json.dump({"version": 1, "files": entries}, file, indent=1)
@@ -65,20 +65,20 @@ def write(folder: Path, entries: Entries) -> None:
 
 
 def remember(folder: Path) -> None:
-    """The manifest of `folder` has just been made from its files."""
+    """Caches `folder` as intact: its manifest has just been made from its files."""
     with contextlib.suppress(OSError, ValueError):
-        _KNOWN_WHOLE[folder.absolute()] = _signature(folder, list(_read(folder) or ()))
+        _KNOWN_INTACT[folder.absolute()] = _signature(folder, list(_read(folder) or ()))
 
 
 def is_current(folder: Path) -> bool:
-    """Whether no file of `folder` that resuming reads has been touched, added or removed since `remember`."""
-    before = _KNOWN_WHOLE.get(folder.absolute())
+    """Whether no file of `folder` that resuming reads was changed, added or removed since `remember`."""
+    before = _KNOWN_INTACT.get(folder.absolute())
     names = [path.relative_to(folder).as_posix() for path in _files(folder)]
     return before is not None and before == _signature(folder, names)
 
 
 def why_damaged(folder: Path, *, read: bool = True, weights_only: bool = False) -> str | None:
-    """What is wrong with the files of a checkpoint; None if nothing. Without `read`, contents are not looked at."""
+    """What is wrong with the files of a checkpoint; None if nothing. Without `read`, contents are not read."""
     wanted = _WEIGHTS if weights_only else _RESUMED
     try:
         entries = _read(folder)
@@ -91,7 +91,7 @@ def why_damaged(folder: Path, *, read: bool = True, weights_only: bool = False) 
 
 
 def _read(folder: Path) -> Entries | None:
-    """The files that a manifest names; None without a manifest, ValueError if it is none."""
+    """The files that a manifest lists; None without a manifest, ValueError if it is not one."""
     try:
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def _compare(folder: Path, entries: Entries, read: bool) -> str | None:
     if not read:
         return None
     key, now = folder.absolute(), _signature(folder, list(entries))
-    if set(now) <= set(_KNOWN_WHOLE.get(key, ())):
+    if set(now) <= set(_KNOWN_INTACT.get(key, ())):
         return None
     with ThreadPoolExecutor(_THREADS) as pool:
         pending = {name: _submit(pool, folder / name, entry["size"]) for name, entry in entries.items()}
@@ -134,7 +134,7 @@ def _compare(folder: Path, entries: Entries, read: bool) -> str | None:
             if reason := _wrong_content(blocks, entries[name]["crc32"]):
                 pool.shutdown(cancel_futures=True)
                 return f"{name} {reason}"
-    _KNOWN_WHOLE[key] = now
+    _KNOWN_INTACT[key] = now
     return None
 
 
@@ -151,7 +151,7 @@ def _submit(pool: ThreadPoolExecutor, path: Path, size: int) -> list[Future[str]
 
 
 def _checksum(path: Path, start: int) -> str:
-    # Of the functions in zlib and hashlib the fastest (docs/reliability.md). They run outside Python's lock.
+    # The fastest of the functions in zlib and hashlib (docs/reliability.md). It releases the GIL.
     value, left, buffer = 0, _BLOCK, bytearray(_CHUNK)
     view = memoryview(buffer)
     with open(path, "rb", buffering=0) as file:
@@ -217,12 +217,12 @@ def _wrong_safetensors(path: Path) -> str | None:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-            return "is damaged: its header is cut off"
+            return "is damaged: its header is truncated"
         try:
             header: Mapping[str, Any] = json.loads(file.read(length))
             ends = [int(one["data_offsets"][1]) for name, one in header.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-            return "is damaged: its header is not one of safetensors"
+            return "is damaged: its header is not a safetensors header"
     expected = 8 + length + max(ends, default=0)
     return None if size == expected else f"is damaged: it has {size:,} bytes instead of {expected:,}"
 
@@ -230,7 +230,7 @@ def _wrong_safetensors(path: Path) -> str | None:
 def _wrong_archive(path: Path, read: bool) -> str | None:
     with open(path, "rb") as file:
         start = file.read(2)
-    if start[:1] == b"\x80":  # a bare pickle, as torch wrote before its version 1.6; nothing in it can be checked
+    if start[:1] == b"\x80":  # a bare pickle, as torch wrote before version 1.6; it has no checksums
         return None
     try:
         with zipfile.ZipFile(path) as archive:
@@ -239,7 +239,7 @@ def _wrong_archive(path: Path, read: bool) -> str | None:
                     _read_through(archive, info)
     except OSError:
         raise
-    except Exception as error:  # whatever a damaged archive makes zipfile raise
+    except Exception as error:  # a damaged archive makes zipfile raise many kinds
         return f"is damaged: {error}"
     return None
 
