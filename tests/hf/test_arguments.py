@@ -20,8 +20,8 @@ from stoker.hf.retired import RETIRED, retired
 
 
 @pytest.fixture(autouse=True)
-def _forget_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SAID", set())
+def _forget_earlier_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WARNED", set())
 
 
 def parse(*words: str) -> TrainingArguments:
@@ -36,7 +36,7 @@ def test_every_argument_of_transformers_is_taken_and_output_dir_comes_first() ->
     assert TrainingArguments("here").output_dir == "here"
 
 
-def test_the_words_of_an_ipex_command_parse_bare() -> None:
+def test_the_retired_flags_of_an_ipex_command_parse_without_values() -> None:
     args = parse(
         "--output_dir", "o", "--use_ipex", "--bf16", "--no_cuda", "--overwrite_output_dir", "--group_by_length"
     )
@@ -48,7 +48,7 @@ def test_the_words_of_an_ipex_command_parse_bare() -> None:
     assert args.optimizes
 
 
-def test_each_word_keeps_its_meaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_retired_argument_keeps_its_meaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "before")
     args = TrainingArguments(str(tmp_path), warmup_ratio=0.1, logging_dir=str(tmp_path / "tb"), xpu_backend="gloo",
                              evaluation_strategy="steps", per_gpu_train_batch_size=3)  # fmt: skip
@@ -59,7 +59,7 @@ def test_each_word_keeps_its_meaning(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert args.per_device_train_batch_size == 3
 
 
-def test_use_ipex_false_leaves_the_model_alone() -> None:
+def test_use_ipex_false_turns_optimisation_off() -> None:
     assert not TrainingArguments("o", use_ipex=False).optimizes
     assert not parse("--output_dir", "o", "--use_ipex", "False").optimizes
 
@@ -68,40 +68,40 @@ def test_bf16_needs_no_use_cpu() -> None:
     assert TrainingArguments("o", bf16=True).use_cpu
 
 
-def test_each_understood_word_is_answered_by_one_line_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_retired_argument_is_explained_once_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="stoker"):
         TrainingArguments("o", use_ipex=True, no_cuda=True, ddp_backend="ccl")
         TrainingArguments("o", use_ipex=True)
     lines = [record.message for record in caplog.records]
     assert sum(line.startswith("use_ipex") for line in lines) == 1
     assert sum(line.startswith("no_cuda") for line in lines) == 1
-    assert sum("ccl" in line for line in lines) <= 1  # said where no such backend is installed
+    assert sum("ccl" in line for line in lines) <= 1  # a warning only where no such backend is installed
 
 
-def test_fp16_which_cpus_have_not_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+def test_fp16_on_a_cpu_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="stoker"):
         TrainingArguments("o", fp16=True)
-    assert "fp16: CPUs train in fp32; bf16 saves memory" in caplog.text
+    assert "fp16 is ignored: CPUs train in fp32; bf16 saves memory" in caplog.text
 
 
-def test_a_backend_for_one_process_does_no_harm() -> None:
+def test_a_backend_is_accepted_for_one_process() -> None:
     assert TrainingArguments("o", ddp_backend="gloo").world_size == 1
 
 
-def test_a_warmup_ratio_is_a_share_of_the_steps_even_at_its_ends() -> None:
+def test_a_warmup_ratio_is_a_fraction_of_the_steps_including_0_and_1() -> None:
     assert TrainingArguments("o", warmup_ratio=1.0).get_warmup_steps(100) == 100
     assert TrainingArguments("o", warmup_ratio=0.0).get_warmup_steps(100) == 0
     with pytest.raises(ValueError, match="0 to 1"):
         TrainingArguments("o", warmup_ratio=2.0)
 
 
-def test_a_backend_that_is_not_for_cpus_is_answered_like_everywhere_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_backend_that_is_not_for_cpus_falls_back_to_gloo_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="stoker"):
         assert TrainingArguments("o", ddp_backend="nccl").ddp_backend == "gloo"
     assert choose("nccl").note in [record.message for record in caplog.records]
 
 
-def test_the_table_names_no_word_that_is_in_use_today() -> None:
+def test_the_table_of_retired_arguments_names_none_that_is_in_use() -> None:
     today = {one.name for one in dataclasses.fields(transformers.TrainingArguments)}
     if transformers.__version__.startswith("5"):
         assert not today & {row.name for row in RETIRED}
@@ -119,7 +119,7 @@ print("seconds", group._get_backend(__import__("torch").device("cpu")).options._
 """
 
 
-def test_ddp_timeout_reaches_the_process_group(tmp_path: Path) -> None:
+def test_ddp_timeout_applies_to_the_process_group(tmp_path: Path) -> None:
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": "29871", "OMP_NUM_THREADS": "1"}  # fmt: skip
     done = subprocess.run([sys.executable, "-c", TIMEOUT], env=environment, capture_output=True, text=True, timeout=200)
@@ -127,7 +127,7 @@ def test_ddp_timeout_reaches_the_process_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_no_number_may_be_infinite_or_nan(value: float, tmp_path: Path) -> None:
+def test_infinite_and_nan_arguments_are_refused(value: float, tmp_path: Path) -> None:
     """In scripts of any kind, which read their command line by transformers' own parser."""
     numbers = [one.name for one in dataclasses.fields(TrainingArguments) if isinstance(one.default, float)]
     assert {"learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "num_train_epochs"} <= set(numbers)

@@ -16,7 +16,7 @@ LENGTHS = np.random.default_rng(0).integers(4, 60, 333)
     "settings", [{"tokens": 200}, {"rows": 7}, {"rows": 7, "similar": True}, {"tokens": 90, "similar": True}]
 )
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_row_comes_once_in_every_epoch_and_all_ranks_get_as_many_batches(settings: dict, world: int) -> None:
+def test_every_row_occurs_once_per_epoch_and_all_ranks_get_the_same_number_of_batches(settings: dict, world: int) -> None:
     ranks = [EpochBatches(LENGTHS, seed=3, rank=rank, world_size=world, **settings) for rank in range(world)]
     for epoch in range(3):
         seen: list[int] = []
@@ -30,7 +30,7 @@ def test_every_row_comes_once_in_every_epoch_and_all_ranks_get_as_many_batches(s
 
 @pytest.mark.parametrize("similar", [False, True])
 @pytest.mark.parametrize("tokens", [60, 90, 200, 1000])
-def test_every_epoch_keeps_to_the_budget(tokens: int, similar: bool) -> None:
+def test_no_batch_of_any_epoch_exceeds_the_token_budget(tokens: int, similar: bool) -> None:
     more = 0
     for seed in range(6):
         batches = EpochBatches(LENGTHS, tokens=tokens, similar=similar, seed=seed)
@@ -43,7 +43,7 @@ def test_every_epoch_keeps_to_the_budget(tokens: int, similar: bool) -> None:
     assert more or (tokens, similar) == (1000, True)  # epochs that are cut into more batches than the first one
 
 
-def test_rows_that_fit_in_the_first_epochs_way_only_still_keep_to_the_budget() -> None:
+def test_rows_that_fit_only_as_in_the_first_epoch_do_not_exceed_the_budget() -> None:
     lengths = np.array([6, 4, 6, 4, 3, 7])  # pairs of 10; the order of the data is the first epoch's
     batches = EpochBatches(lengths, tokens=10, shuffle=False)
     assert len(batches) == 3
@@ -52,7 +52,7 @@ def test_rows_that_fit_in_the_first_epochs_way_only_still_keep_to_the_budget() -
     assert sorted(map(sorted, batches._even([[0], [1, 4], [2], [3], [5]]))) == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_similar_lengths_come_together() -> None:
+def test_rows_of_similar_length_share_a_batch() -> None:
     def spread(similar: bool) -> float:
         return float(
             np.mean([np.ptp(LENGTHS[batch]) for batch in EpochBatches(LENGTHS, rows=8, similar=similar, seed=1)])
@@ -61,7 +61,7 @@ def test_similar_lengths_come_together() -> None:
     assert spread(True) < 0.3 * spread(False)
 
 
-def test_batches_of_similar_lengths_come_in_an_order_without_pattern() -> None:
+def test_batches_of_similar_lengths_are_shuffled() -> None:
     lengths = np.random.default_rng(0).integers(5, 500, 400)
     longest = [int(lengths[batch].max()) for batch in EpochBatches(lengths, rows=4, similar=True)]
     falls = sum(later < earlier for earlier, later in pairwise(longest))
@@ -77,6 +77,6 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     assert list(first) != list(other)
 
 
-def test_a_row_longer_than_the_budget_is_named() -> None:
+def test_a_row_longer_than_the_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="tokens_per_batch is 30, but one row alone has 59 tokens"):
         EpochBatches(LENGTHS, tokens=30)

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is found before anything is loaded: the newest whole one is used, and the damage is named."""
+"""A damaged checkpoint is detected before anything is loaded: the newest intact one is used, and the damage is logged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def replace_by_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [truncate, empty, flip, Path.unlink, replace_by_folder])
 @pytest.mark.parametrize("name", FILES)
-def test_any_damage_to_any_file_is_noticed_and_the_older_checkpoint_is_taken(
+def test_damage_to_any_file_is_detected_and_the_older_checkpoint_is_used(
     run: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choice.newest_usable(run) == run / "checkpoint-4"
@@ -78,7 +78,7 @@ def test_any_damage_to_any_file_is_noticed_and_the_older_checkpoint_is_taken(
         ("rng_state.pth", flip),
     ],
 )
-def test_without_a_manifest_damage_is_noticed_by_the_structure_of_the_files(
+def test_without_a_manifest_damage_is_detected_by_the_structure_of_the_files(
     run: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     (run / "checkpoint-4" / manifest.NAME).unlink()
@@ -92,19 +92,19 @@ def test_without_a_manifest_damage_is_noticed_by_the_structure_of_the_files(
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"{", b'{"files": {"../x": {"size": 1, "crc32": ""}}}', b"[" * 100_000]
 )
-def test_a_damaged_manifest_is_a_reason_and_not_an_error(run: Path, content: bytes) -> None:
+def test_a_damaged_manifest_makes_a_checkpoint_unusable_without_an_exception(run: Path, content: bytes) -> None:
     (run / "checkpoint-4" / manifest.NAME).write_bytes(content)
     assert choice.newest_usable(run) == run / "checkpoint-2"
 
 
 @pytest.mark.parametrize("content", ["[]", "7", "null", '{"global_step": "4"}', "[" * 100_000])
-def test_a_trainer_state_of_another_kind_is_a_reason_and_not_an_error(run: Path, content: str) -> None:
+def test_an_invalid_trainer_state_makes_a_checkpoint_unusable_without_an_exception(run: Path, content: str) -> None:
     (run / "checkpoint-4" / manifest.NAME).unlink()
     (run / "checkpoint-4" / "trainer_state.json").write_text(content)
     assert choice.newest_usable(run) == run / "checkpoint-2"
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_weights_of_one_that_was_never_stopped(
+def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_weights_of_an_uninterrupted_run(
     trained: Path, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     truncate(run / "checkpoint-4" / "optimizer.pt")
@@ -117,25 +117,25 @@ def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_weights_of_one_t
     assert choice.newest_usable(run) == run / "checkpoint-4"  # written again
 
 
-def test_a_damaged_checkpoint_asked_for_by_name_is_refused_with_the_newest_whole_one(
+def test_a_damaged_checkpoint_given_by_name_is_refused_and_the_newest_intact_one_suggested(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     flip(run / "checkpoint-4" / "model.safetensors")
     with pytest.raises(UserError) as refusal:
         tiny.trainer(run, **SETTINGS).train(resume_from_checkpoint=str(run / "checkpoint-4"))
-    said = str(refusal.value)
-    assert said.startswith(
+    message = str(refusal.value)
+    assert message.startswith(
         f"{run / 'checkpoint-4'} cannot be resumed from: model.safetensors does not match its checksum"
     )
-    assert f"{run / 'checkpoint-2'} is the newest that is whole" in said
-    assert f"delete {manifest.NAME}" in said
+    assert f"{run / 'checkpoint-2'} is the newest complete one, give that instead" in message
+    assert f"delete {manifest.NAME}" in message
     assert "is skipped" not in caplog.text  # the refusal says it
     empty(run / "checkpoint-2" / "scheduler.pt")
-    with pytest.raises(UserError, match="no other checkpoint beside it is whole"):
+    with pytest.raises(UserError, match="no other checkpoint beside it is complete"):
         tiny.trainer(run, **SETTINGS).train(resume_from_checkpoint=str(run / "checkpoint-4"))
 
 
-def test_contents_that_only_loading_can_judge_are_one_sentence(run: Path) -> None:
+def test_damage_found_only_by_loading_is_a_user_error(run: Path) -> None:
     checkpoint = run / "checkpoint-4"
     (checkpoint / manifest.NAME).unlink()
     (checkpoint / "optimizer.pt").write_bytes(b"\x80\x02garbage")
@@ -144,7 +144,7 @@ def test_contents_that_only_loading_can_judge_are_one_sentence(run: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
-def test_a_state_of_another_kind_is_one_sentence(run: Path, name: str) -> None:
+def test_an_optimizer_or_scheduler_state_of_the_wrong_kind_is_a_user_error(run: Path, name: str) -> None:
     newest = run / "checkpoint-4"
     (newest / manifest.NAME).unlink()
     torch.save({"a": 1}, newest / name)
@@ -153,12 +153,12 @@ def test_a_state_of_another_kind_is_one_sentence(run: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adafactor", "rmsprop"])
-def test_an_optimizer_that_cannot_go_on_from_the_state_of_another_is_refused(run: Path, optim: str) -> None:
+def test_an_optimizer_that_cannot_use_the_saved_state_is_refused(run: Path, optim: str) -> None:
     with pytest.raises(UserError, match=f"--optim adamw_torch.*, and --optim {optim} cannot continue from its state"):
         tiny.trainer(run, **{**SETTINGS, "max_steps": 6, "optim": optim}).train(resume_from_checkpoint=True)
 
 
-def test_an_optimizer_with_the_same_state_goes_on(run: Path) -> None:
+def test_an_optimizer_with_the_same_state_resumes(run: Path) -> None:
     trainer = tiny.trainer(run, **{**SETTINGS, "max_steps": 6, "optim": "adamw_torch"})
     before = run_facts.read(run / "checkpoint-4")["run"]["optimizer"]
     other = "adamw_torch_fused" if before == "adamw_torch" else "adamw_torch"
@@ -168,7 +168,7 @@ def test_an_optimizer_with_the_same_state_goes_on(run: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", '{"model": 5}', '{"run": [1]}', "[" * 100_000])
-def test_facts_of_a_run_that_are_none_are_left_out_of_the_comparison(run: Path, content: str) -> None:
+def test_an_invalid_file_of_run_facts_is_ignored(run: Path, content: str) -> None:
     checkpoint = run / "checkpoint-4"
     (checkpoint / manifest.NAME).unlink()
     (checkpoint / run_facts.NAME).write_text(content)
@@ -222,7 +222,7 @@ def test_shards_and_adapters_are_in_the_manifest_and_checked_without_one(run: Pa
     assert f"names {shards[-1]}, which is missing" in str(folders.why_unusable(checkpoint))
 
 
-def test_a_run_with_adapters_goes_on_from_the_older_checkpoint(tree_path: Path) -> None:
+def test_a_run_with_adapters_resumes_from_the_older_checkpoint(tree_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
     def trainer() -> Any:
@@ -252,7 +252,7 @@ class RewritesWeights(transformers.TrainerCallback):
         (folder / "extra.pt").write_bytes(b"\x80\x02more")
 
 
-def test_a_callback_may_change_the_checkpoint_it_is_told_of(tree_path: Path) -> None:
+def test_a_callback_may_change_the_checkpoint_in_on_save(tree_path: Path) -> None:
     trainer = tiny.trainer(tree_path, **SETTINGS)
     trainer.add_callback(RewritesWeights())
     trainer.train()
@@ -262,7 +262,7 @@ def test_a_callback_may_change_the_checkpoint_it_is_told_of(tree_path: Path) -> 
     assert "extra.pt" in listed
 
 
-def test_a_damaged_best_model_is_not_loaded_and_that_is_said(tree_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_best_model_is_not_loaded_and_a_warning_says_so(tree_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = tiny.trainer(
         tree_path, **SETTINGS, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
         metric_for_best_model="eval_loss", greater_is_better=False, learning_rate=0.0,
@@ -285,7 +285,7 @@ def test_a_damaged_best_model_is_not_loaded_and_that_is_said(tree_path: Path, ca
     assert all(torch.equal(last[name], value) for name, value in trainer.model.state_dict().items())
 
 
-def test_archives_written_without_checksums_are_not_taken_for_damaged(run: Path) -> None:
+def test_archives_written_without_checksums_are_not_considered_damaged(run: Path) -> None:
     checkpoint = run / "checkpoint-4"
     (checkpoint / manifest.NAME).unlink()
     torch.serialization.set_crc32_options(False)

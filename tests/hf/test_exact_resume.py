@@ -1,4 +1,4 @@
-"""A run that is killed and resumed ends with bitwise the weights of one that was not, wherever the kill falls."""
+"""A run that is killed and resumed ends with bitwise the same weights as one that was not, whenever it is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).parent
 
 FIRST_CHECKPOINT = range(11, 29)
-"""Calls by which it gets on the disk: torch.save, fsync of each file, the manifest, the renames; others come before."""
+"""Calls that put it on the disk: torch.save, fsync of each file, the manifest, the renames; other calls precede them."""
 
 
 def runs(folder: Path, scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def outputs(folder: Path) -> str:
     [{}, {"tokens_per_batch": 48}, {"group_by_length": True, "eval_strategy": "epoch", "max_steps": 16}],
     ids=["by rows", "by tokens", "by length"],
 )
-def test_killed_at_random_steps_a_run_ends_with_the_same_weights(tree_path: Path, settings: dict[str, Any]) -> None:
+def test_a_run_killed_at_random_steps_ends_with_the_same_weights(tree_path: Path, settings: dict[str, Any]) -> None:
     chance = random.Random(str(settings))
     scenarios: list[dict[str, Any]] = [{"kills": [], "settings": settings}]
     for _ in range(4):
@@ -51,7 +51,7 @@ def test_killed_at_random_steps_a_run_ends_with_the_same_weights(tree_path: Path
         assert result["weights"] == results[0]["weights"], scenario
 
 
-def test_killed_inside_the_writing_of_a_checkpoint_a_run_loses_nothing(tree_path: Path) -> None:
+def test_a_run_killed_while_writing_a_checkpoint_loses_nothing(tree_path: Path) -> None:
     chance = random.Random(7)
     points = [*FIRST_CHECKPOINT, *sorted(chance.sample(range(FIRST_CHECKPOINT.stop, 60), 4))]
     kills = [*(f"write:{point}" for point in points), *(f"manifest:{number}" for number in range(3))]
@@ -65,12 +65,12 @@ def test_killed_inside_the_writing_of_a_checkpoint_a_run_loses_nothing(tree_path
     assert [result["begun"][1] for result in results[-3:]] == ["start", "checkpoint-3", "checkpoint-6"]
 
 
-def test_a_signal_ends_the_step_saves_and_tells_how_to_go_on(tree_path: Path) -> None:
+def test_after_a_signal_the_step_ends_a_checkpoint_is_saved_and_the_resume_command_printed(tree_path: Path) -> None:
     results = runs(tree_path, [{"kills": []}, {"kills": ["SIGTERM:5"]}, {"kills": ["SIGINT:7"]}])
     assert results[1]["ends"] == [143, 0], outputs(tree_path)
     assert results[2]["ends"] == [130, 0], outputs(tree_path)
     assert results[1]["weights"] == results[2]["weights"] == results[0]["weights"]
-    said = (tree_path / "run-1" / "output.txt").read_text()
-    assert "Stopped by SIGTERM after step 6" in said
-    assert f'trainer.train(resume_from_checkpoint="{tree_path / "run-1" / "checkpoint-6"}")' in said
+    output = (tree_path / "run-1" / "output.txt").read_text()
+    assert "Stopped by SIGTERM after step 6" in output
+    assert f'trainer.train(resume_from_checkpoint="{tree_path / "run-1" / "checkpoint-6"}")' in output
     assert "Stopped by Ctrl-C after step 8" in (tree_path / "run-2" / "output.txt").read_text()

@@ -1,4 +1,4 @@
-"""Two runs in one output folder: the second gets a sentence, and what a killed run leaves behind keeps nobody out."""
+"""Two runs in one output folder: the second is refused, and what a killed run leaves behind blocks no later run."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Holder:
             [sys.executable, "-c", HOLD, str(folder), *words], stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
-        told = self.process.stdout.readline().strip()
-        self.child = int(told) if told.isdigit() else None
+        line = self.process.stdout.readline().strip()
+        self.child = int(line) if line.isdigit() else None
 
     def kill(self) -> None:
         self.process.kill()
@@ -54,15 +54,15 @@ def held(tree_path: Path) -> Iterator[Holder]:
     holder.kill()
 
 
-def test_a_second_run_is_refused_and_touches_nothing(tree_path: Path, held: Holder) -> None:
+def test_a_second_run_is_refused_and_changes_nothing(tree_path: Path, held: Holder) -> None:
     out = tree_path / "out"
     (out / ".checkpoint-2.partial").mkdir()  # what the first run is writing
     (out / "run.jsonl").write_text("{}\n")
     with pytest.raises(UserError) as refusal:
         tiny.trainer(out, max_steps=1).train()
-    said = str(refusal.value)
-    assert said.startswith(f"another run is training in {out} (process {held.process.pid} on ")
-    assert "give another --output_dir" in said
+    message = str(refusal.value)
+    assert message.startswith(f"another run is training in {out} (process {held.process.pid} on ")
+    assert "give another --output_dir" in message
     assert sorted(path.name for path in out.iterdir()) == [".checkpoint-2.partial", lock.NAME, "run.jsonl"]
     assert (out / "run.jsonl").read_text() == "{}\n"
 
@@ -87,7 +87,7 @@ def test_workers_that_outlive_a_killed_run_do_not_keep_its_lock(tree_path: Path)
         os.kill(holder.child, signal.SIGKILL)
 
 
-def test_one_process_may_take_it_again_and_gives_it_back_once_all_have(tree_path: Path) -> None:
+def test_a_lock_taken_twice_by_one_process_is_released_with_the_second_release(tree_path: Path) -> None:
     outer, inner = lock.take(tree_path), lock.take(tree_path / "." / "x" / "..")
     inner.release()
     inner.release()
@@ -97,7 +97,7 @@ def test_one_process_may_take_it_again_and_gives_it_back_once_all_have(tree_path
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO])
-def test_where_locks_do_not_work_a_run_goes_on_without(
+def test_a_run_continues_without_a_lock_where_locking_is_impossible(
     tree_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def fail(*_: Any) -> None:
@@ -107,7 +107,7 @@ def test_where_locks_do_not_work_a_run_goes_on_without(
     lock.take(tree_path).release()
 
 
-def test_a_lock_file_that_is_something_else_is_left_alone(tree_path: Path) -> None:
+def test_a_lock_file_that_is_not_a_regular_file_is_left_alone(tree_path: Path) -> None:
     (tree_path / lock.NAME).symlink_to(tree_path / "elsewhere")
     lock.take(tree_path).release()
     assert not (tree_path / "elsewhere").exists()

@@ -1,4 +1,4 @@
-"""An interrupt before or in an evaluation loses nothing: it is made up for, and the weights are bitwise the same."""
+"""A signal before or during an evaluation loses nothing: the resumed run evaluates first; weights are bitwise the same."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BY_EPOCHS = {"num_train_epochs": 3, "save_strategy": "epoch", "eval_strategy": "
 
 @pytest.mark.parametrize("in_evaluation", [False, True])
 @pytest.mark.parametrize(("settings", "at"), [(BY_STEPS, 6), (BY_STEPS, 14), (BY_EPOCHS, 16), (BY_EPOCHS, 48)])
-def test_the_evaluation_comes_first_and_all_goes_on_as_if_nothing_had_happened(
+def test_the_resumed_run_evaluates_first_and_continues_exactly(
     tree_path: Path, settings: dict[str, Any], at: int, in_evaluation: bool
 ) -> None:
     whole = tiny.trainer(tree_path / "whole", **settings)
@@ -75,7 +75,7 @@ BEST: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("at", [3, 9])
-def test_the_best_model_is_the_one_of_a_run_without_interrupt(tree_path: Path, at: int) -> None:
+def test_the_best_model_is_that_of_an_uninterrupted_run(tree_path: Path, at: int) -> None:
     whole = tiny.trainer(tree_path / "whole", **BEST)
     whole.train()
     interrupted(tree_path / "cut", at, in_evaluation=False, **BEST)

@@ -39,7 +39,7 @@ def test_padding_that_the_model_skips_is_counted(tree_path: Path) -> None:
     assert entry["padding_avoided"] == pytest.approx(padding, abs=1e-3)
 
 
-def test_padding_that_the_collator_avoids_is_counted_against_the_length_that_was_asked_for(
+def test_padding_that_the_collator_avoids_is_counted_against_the_padded_length(
     tree_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trainer, "padded_length", 100)
@@ -48,7 +48,7 @@ def test_padding_that_the_collator_avoids_is_counted_against_the_length_that_was
 
 
 @pytest.mark.parametrize("family", ["Llama", "T5"])
-def test_models_that_compute_their_padding_log_none(tree_path: Path, family: str) -> None:
+def test_models_that_compute_their_padding_log_no_padding_avoided(tree_path: Path, family: str) -> None:
     if family == "Llama":
         model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=100, **SIZES))
     else:
@@ -62,7 +62,7 @@ def test_models_that_compute_their_padding_log_none(tree_path: Path, family: str
     assert "padding_avoided" not in entry
 
 
-def test_calls_that_run_as_stock_avoid_nothing(tree_path: Path) -> None:
+def test_stock_calls_avoid_no_padding(tree_path: Path) -> None:
     entry, padding = _logged(tree_path, tiny.tiny_model(), neftune_noise_alpha=5.0)
     assert padding > 0.05
     assert entry["padding_avoided"] == 0.0
@@ -87,7 +87,7 @@ def test_evaluations_are_not_counted_as_training(tree_path: Path) -> None:
     assert positions[1] == positions[0]
 
 
-def test_a_model_that_keeps_padding_in_avoids_none() -> None:
+def test_a_model_that_computes_padding_avoids_none() -> None:
     import stoker
 
     batch = tiny.pad([tiny.TinyData()[i] for i in range(4)])

@@ -57,7 +57,7 @@ def test_the_trainer_computes_in_bf16_only_with_the_flag(tree_path: Path, bf16: 
         (None, True, torch.bfloat16),
     ],
 )
-def test_the_trainer_keeps_the_precision_that_a_script_asked_of_optimize(
+def test_the_trainer_keeps_the_precision_that_a_script_passed_to_optimize(
     tree_path: Path, dtype: precision.Asked, bf16: bool, expected: torch.dtype
 ) -> None:
     model = stoker.optimize(tiny.tiny_model(), dtype=dtype)
@@ -68,7 +68,7 @@ def test_the_trainer_keeps_the_precision_that_a_script_asked_of_optimize(
     assert trainer._precision() == expected, "what the share of the peak is computed for"
 
 
-def test_each_trainer_of_a_model_asks_for_the_precision_of_its_own_flag(tree_path: Path) -> None:
+def test_each_trainer_of_a_model_uses_the_precision_of_its_own_flag(tree_path: Path) -> None:
     model, asked = tiny.tiny_model(), []
     for bf16 in (True, False):
         trainer = tiny.trainer(tree_path / str(bf16), model=model, max_steps=1, save_strategy="no", bf16=bf16)

@@ -1,4 +1,4 @@
-"""Whether ranks were started again, where the agent's own count does not say so, and how they keep the batch."""
+"""Detecting a restart that the agent has not counted, and keeping the global batch size with another number of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start(agents: list[int], processes: list[int]) -> dict[str, Any]:
     return {"kind": "start", "time": 1.0, "agents": agents, "processes": processes}
 
 
-def test_the_same_agent_with_other_ranks_is_a_new_start(tmp_path: Path) -> None:
+def test_the_same_agent_with_other_ranks_is_a_restart(tmp_path: Path) -> None:
     now = Start.read(tmp_path, RANK)
     assert not now.again
     agents, processes = list(now.agents), list(now.processes)
@@ -40,7 +40,7 @@ def test_the_same_agent_with_other_ranks_is_a_new_start(tmp_path: Path) -> None:
     assert Start.read(tmp_path, {}) == Start()
 
 
-def test_the_agent_is_found_above_what_a_rank_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_agent_is_found_among_the_ancestors_of_a_process_started_by_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks and their children have the agent's variables in their environment, the agent has not."""
     import subprocess
     import sys
@@ -56,7 +56,7 @@ def test_the_agent_is_found_above_what_a_rank_has_started(monkeypatch: pytest.Mo
     ("before", "processes", "steps"),
     [((4, 1, 2), 1, 2), ((4, 2, 1), 2, 1), ((4, 1, 4), 3, None), ((4, 3, 2), 6, 1), ((4, 1, 1), 2, None)],
 )
-def test_other_ranks_take_as_many_examples_where_they_can(
+def test_gradient_accumulation_keeps_the_global_batch_size_with_another_number_of_ranks(
     before: tuple[int, int, int], processes: int, steps: int | None
 ) -> None:
     run = dict(zip(("batch size", "gradient accumulation", "processes"), before, strict=True))

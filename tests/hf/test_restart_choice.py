@@ -1,4 +1,4 @@
-"""After a restart, a run goes on from its own last checkpoint, whatever an earlier run left in the folder."""
+"""After a restart, a run resumes from its own last checkpoint, whatever an earlier run left in the folder."""
 
 from __future__ import annotations
 

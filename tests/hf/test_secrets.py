@@ -1,4 +1,4 @@
-"""What is secret on a command line is not kept with the command, and not in what is saved beside a model."""
+"""Secrets of a command line are not stored with the command, nor in the files saved with a model."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from stoker.hf.secrets import without_secrets
          ["-genv", "TOKENIZERS_PARALLELISM=0", "-genv", "A", "b"]),
     ],
 )  # fmt: skip
-def test_values_of_secret_options_are_hidden_or_left_out(
+def test_values_of_secret_options_are_hidden_or_removed(
     words: list[str], shown: list[str], dropped: list[str]
 ) -> None:
     assert without_secrets(words) == shown
     assert without_secrets(words, None) == dropped
 
 
-def test_saved_arguments_hold_no_token_and_copies_do(tmp_path: Path) -> None:
+def test_saved_arguments_contain_no_token_but_copies_do(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), hub_token="hf_x", report_to="none")
     assert b"hf_x" not in pickle.dumps(args)
     assert pickle.loads(pickle.dumps(args)).learning_rate == args.learning_rate

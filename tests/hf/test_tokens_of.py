@@ -55,7 +55,7 @@ def test_tokens_are_counted_without_padding(dataset: Any) -> None:
     assert found.tolist() == LENGTHS
 
 
-def test_reading_a_large_data_set_row_by_row_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_dataset_is_not_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_LENGTHS_READ", 3)
     assert tokens_of(Rows(masked=True), "length") is None
 
@@ -77,7 +77,7 @@ def test_tokens_of_batches_with_several_texts_are_counted() -> None:
     }  # fmt: skip
 
 
-def test_tokens_that_only_the_model_has_seen_are_counted() -> None:
+def test_tokens_of_texts_that_the_loss_tokenizes_are_counted() -> None:
     """Cross-encoders tokenize raw texts inside their loss."""
     meter = Meter(Work(1.0, 0.0), peak=1e9)
     meter.batch({"text": ["a b"], "label": torch.ones(1)})

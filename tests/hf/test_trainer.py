@@ -1,4 +1,4 @@
-"""The Trainer optimises, meters, names what goes wrong, and never loses a good checkpoint."""
+"""The Trainer optimises, logs its figures, explains errors, and never loses a good checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_run_logs_its_figures_and_saves_in_the_layout_of_transformers(tree_pat
     assert set(run.steps[-1]["phases"]) == {"data", "forward", "backward", "optimizer", "rest"}
 
 
-def test_evaluation_gives_the_stock_models_loss_padding_free(tree_path: Path) -> None:
+def test_evaluation_without_padding_gives_the_loss_of_the_stock_model(tree_path: Path) -> None:
     model = tiny.tiny_model(dropout=0.0)
     stock = transformers.Trainer(
         tiny.tiny_model(dropout=0.0),
@@ -108,14 +108,14 @@ class Stream(torch.utils.data.IterableDataset):
         return iter([{**row, "labels": float("nan")} for row in tiny.TinyData(16).rows])
 
 
-def test_a_nan_loss_in_a_stream_of_rows_is_named_as_such(tree_path: Path) -> None:
+def test_a_nan_loss_of_an_iterable_dataset_is_reported_without_examples(tree_path: Path) -> None:
     model = tiny.tiny_model(labels=1)
     model.config.problem_type = "regression"
     with pytest.raises(NonFiniteLoss, match="the loss is nan at step 1;"):
         tiny.trainer(tree_path, model=model, data=Stream(), max_steps=3).train()
 
 
-def test_a_nan_loss_names_the_examples_of_a_run_that_began_its_epoch_anew(tree_path: Path) -> None:
+def test_a_nan_loss_names_the_examples_of_a_run_resumed_with_ignore_data_skip(tree_path: Path) -> None:
     def trainer(bad: int, **settings: Any) -> Any:
         model = tiny.tiny_model(labels=1)
         model.config.problem_type = "regression"
@@ -128,7 +128,7 @@ def test_a_nan_loss_names_the_examples_of_a_run_that_began_its_epoch_anew(tree_p
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "warning"),
     [
         (
             {"tokens_per_batch": 90, "dataloader_drop_last": True},
@@ -139,17 +139,17 @@ def test_a_nan_loss_names_the_examples_of_a_run_that_began_its_epoch_anew(tree_p
         ({"tokens_per_batch": 90}, ""),
     ],
 )
-def test_a_setting_without_effect_is_named(
-    tree_path: Path, settings: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+def test_an_ignored_setting_gives_a_warning(
+    tree_path: Path, settings: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = Stream() if said.startswith("tokens") else None
+    data = Stream() if warning.startswith("tokens") else None
     with caplog.at_level("WARNING", logger="stoker"):
         tiny.trainer(tree_path, data=data, **settings).get_train_dataloader()
-    assert caplog.text.count("is ignored") == (1 if said else 0)
-    assert said in caplog.text
+    assert caplog.text.count("is ignored") == (1 if warning else 0)
+    assert warning in caplog.text
 
 
-def test_a_checkpoint_that_cannot_be_pushed_costs_one_sentence(
+def test_a_checkpoint_that_cannot_be_pushed_gives_a_warning(
     tree_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(self: Any, folder: str) -> None:
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_cannot_be_pushed_costs_one_sentence(
     assert caplog.text.count("checkpoint-2 was not pushed to the hub: [Errno 28] No space left on device;") == 1
 
 
-def test_a_run_that_had_ended_takes_no_further_step(tree_path: Path) -> None:
+def test_resuming_a_finished_run_trains_no_further_step(tree_path: Path) -> None:
     tiny.trainer(tree_path, max_steps=5, save_steps=5).train()
     again = tiny.trainer(tree_path, max_steps=5, save_steps=5)
     again.train(resume_from_checkpoint=True)
@@ -221,7 +221,7 @@ def test_large_finite_weights_are_saved_although_their_sum_overflows(tree_path: 
     assert (tree_path / "model.safetensors").exists()
 
 
-def test_a_full_disk_is_one_sentence_and_keeps_what_was_there(tree_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_user_error_and_keeps_earlier_checkpoints(tree_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tiny.trainer(tree_path, max_steps=4, save_steps=2)
     original = os.fsync
 
@@ -240,7 +240,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_there(tree_path: Path, m
 
 
 @pytest.mark.root
-def test_a_really_full_disk_is_one_sentence(tmp_path: Path) -> None:
+def test_a_full_tmpfs_is_a_user_error(tmp_path: Path) -> None:
     import subprocess
 
     disk = tmp_path / "disk"
@@ -256,7 +256,7 @@ def test_a_really_full_disk_is_one_sentence(tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def test_the_limit_keeps_the_newest_and_the_best(tree_path: Path) -> None:
+def test_save_total_limit_keeps_the_newest_and_the_best(tree_path: Path) -> None:
     trainer = tiny.trainer(
         tree_path, max_steps=8, save_steps=2, eval_strategy="steps", eval_steps=2, save_total_limit=1,
         load_best_model_at_end=True, metric_for_best_model="eval_loss", learning_rate=0.0,
@@ -267,13 +267,13 @@ def test_the_limit_keeps_the_newest_and_the_best(tree_path: Path) -> None:
     assert state["best_model_checkpoint"] == str(tree_path / "checkpoint-2")
 
 
-def test_a_used_folders_old_checkpoints_do_not_push_out_the_new(tree_path: Path) -> None:
+def test_old_checkpoints_in_a_used_folder_do_not_displace_new_ones(tree_path: Path) -> None:
     tiny.trainer(tree_path, max_steps=9, save_steps=9).train()
     tiny.trainer(tree_path, max_steps=4, save_steps=2, save_total_limit=1).train()
     assert names(tree_path) == ["checkpoint-4"]
 
 
-def test_resuming_with_something_changed_says_what(tree_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resuming_with_changed_settings_names_the_changes(tree_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny.trainer(tree_path, max_steps=4, save_steps=2).train()
     with caplog.at_level("WARNING", logger="stoker"):
         other = tiny.TinyData(40, seed=5)
@@ -284,13 +284,13 @@ def test_resuming_with_something_changed_says_what(tree_path: Path, caplog: pyte
     assert "steps was 4, is 5" in caplog.text
 
 
-def test_resuming_another_model_is_refused_with_what_differs(tree_path: Path) -> None:
+def test_resuming_another_model_is_refused_and_the_differences_named(tree_path: Path) -> None:
     tiny.trainer(tree_path, max_steps=2, save_steps=2).train()
     with pytest.raises(UserError, match=r"belongs to another model .*num_labels was 2, is 3"):
         tiny.trainer(tree_path, model=tiny.tiny_model(labels=3), max_steps=4).train(resume_from_checkpoint=True)
 
 
-def test_a_broken_checkpoint_is_passed_over_for_the_last_good_one(
+def test_a_broken_checkpoint_is_skipped_for_the_last_good_one(
     tree_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny.trainer(tree_path, max_steps=4, save_steps=2).train()
@@ -356,14 +356,14 @@ def test_a_peak_that_is_exceeded_is_measured_again(monkeypatch: pytest.MonkeyPat
     assert (looks, meter.peak) == ([True], 1e15)
 
 
-def test_training_a_little_above_the_measured_peak_is_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_slightly_above_the_measured_peak_sets_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.hf.meter._peak_now", lambda bf16: None)
     meter = Meter(Work(6.0, 0.0), 100.0)
     assert [meter._share(rate)["share_of_peak"] for rate in (50.0, 104.0, 52.0)] == [0.5, 1.0, 0.5]
     assert meter.peak == 104.0
 
 
-def test_a_peak_that_is_exceeded_again_is_not_believed(
+def test_a_peak_that_is_exceeded_again_is_discarded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("stoker.hf.meter._peak_now", lambda bf16: None)

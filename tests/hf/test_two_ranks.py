@@ -71,7 +71,7 @@ def test_a_signal_to_one_rank_stops_both_and_the_run_resumes_exactly(tree_path: 
     assert "is skipped" not in resumed[1][1]
 
 
-def test_all_ranks_of_a_second_run_in_the_same_folder_end_with_the_sentence(tree_path: Path) -> None:
+def test_all_ranks_of_a_second_run_in_the_same_folder_are_refused(tree_path: Path) -> None:
     holder = Holder(tree_path)
     try:
         for code, out in launch(tree_path):

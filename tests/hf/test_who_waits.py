@@ -1,4 +1,4 @@
-"""What the log says of a slow rank: it is named where ranks meet, and nobody is named where they do not."""
+"""The log names a slow rank that the others wait for, and none where ranks do not synchronize."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from stoker.distributed.stragglers import verdicts
 from stoker.hf.ranks import Ranks
 
 
-def told(waits: list[list[float]], seconds: float = 0.3) -> dict[str, float]:
-    """What two ranks log after steps in which they waited so long."""
+def figures(waits: list[list[float]], seconds: float = 0.3) -> dict[str, float]:
+    """What two ranks log after steps with these waiting times."""
     trainer: Any = SimpleNamespace(
         state=SimpleNamespace(global_step=len(waits)),
         recorder=SimpleNamespace(write=lambda *_, **__: None),
@@ -25,20 +25,20 @@ def told(waits: list[list[float]], seconds: float = 0.3) -> dict[str, float]:
     return ranks.figures()
 
 
-def test_the_rank_that_local_sgd_waits_for_is_named_though_ranks_meet_seldom(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_slow_rank_is_named_under_local_sgd_although_it_synchronizes_rarely(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="stoker"):
-        found = told([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.2]] * 3)
+        found = figures([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.2]] * 3)
     assert found == {"waited": 0.1, "waited_for_rank": 1}
     assert "rank 1 is slow: the other ranks waited for it in 3 of the last 3 synchronizations" in caplog.text
 
 
-def test_where_nobody_met_nobody_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_synchronization_no_rank_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="stoker"):
-        assert told([[0.0, 0.0]] * 12) == {"waited": 0.0}
+        assert figures([[0.0, 0.0]] * 12) == {"waited": 0.0}
     assert not caplog.text
 
 
-def test_short_waits_are_no_reason_to_complain(caplog: pytest.LogCaptureFixture) -> None:
+def test_short_waits_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="stoker"):
-        assert told([[0.01, 0.0]] * 12)["waited_for_rank"] == 1
+        assert figures([[0.01, 0.0]] * 12)["waited_for_rank"] == 1
     assert not caplog.text

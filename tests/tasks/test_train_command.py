@@ -452,7 +452,7 @@ def test_a_limit_on_the_size_of_files_is_one_sentence_and_keeps_what_was_there(
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("stoker: checkpoint-2 could not be written: files may hold at most 1.0 MB here (ulimit -f)")
-    assert f"{out / 'checkpoint-1'} is the last good checkpoint, and whole" in last
+    assert last.startswith("stoker: checkpoint-2 could not be written: the size limit of a file is 1.0 MB (ulimit -f)")
+    assert f"{out / 'checkpoint-1'} is the last good checkpoint, and complete" in last
     assert {path: path.read_bytes() for path in sorted((out / "checkpoint-1").iterdir())} == before
     assert not (out / "checkpoint-2").exists()
