@@ -16,7 +16,9 @@ LENGTHS = np.random.default_rng(0).integers(4, 60, 333)
     "settings", [{"tokens": 200}, {"rows": 7}, {"rows": 7, "similar": True}, {"tokens": 90, "similar": True}]
 )
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_row_occurs_once_per_epoch_and_all_ranks_get_the_same_number_of_batches(settings: dict, world: int) -> None:
+def test_every_row_occurs_once_per_epoch_and_all_ranks_get_the_same_number_of_batches(
+    settings: dict, world: int
+) -> None:
     ranks = [EpochBatches(LENGTHS, seed=3, rank=rank, world_size=world, **settings) for rank in range(world)]
     for epoch in range(3):
         seen: list[int] = []

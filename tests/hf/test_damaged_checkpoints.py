@@ -262,7 +262,9 @@ def test_a_callback_may_change_the_checkpoint_in_on_save(tree_path: Path) -> Non
     assert "extra.pt" in listed
 
 
-def test_a_damaged_best_model_is_not_loaded_and_a_warning_says_so(tree_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_best_model_is_not_loaded_and_a_warning_says_so(
+    tree_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = tiny.trainer(
         tree_path, **SETTINGS, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
         metric_for_best_model="eval_loss", greater_is_better=False, learning_rate=0.0,

@@ -84,5 +84,7 @@ def test_training_on_random_rows_reads_the_sample_once_and_resumes_without_a_war
     tiny.trainer(tree_path, data=RandomRows(), **settings).train()
     assert len(reads) == 1
     with caplog.at_level("WARNING", logger="stoker"):
-        tiny.trainer(tree_path, data=RandomRows(), **settings).train(resume_from_checkpoint=str(tree_path / "checkpoint-2"))
+        tiny.trainer(tree_path, data=RandomRows(), **settings).train(
+            resume_from_checkpoint=str(tree_path / "checkpoint-2")
+        )
     assert "with other settings" not in caplog.text

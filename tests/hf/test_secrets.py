@@ -33,9 +33,7 @@ from stoker.hf.secrets import without_secrets
          ["-genv", "TOKENIZERS_PARALLELISM=0", "-genv", "A", "b"]),
     ],
 )  # fmt: skip
-def test_values_of_secret_options_are_hidden_or_removed(
-    words: list[str], shown: list[str], dropped: list[str]
-) -> None:
+def test_values_of_secret_options_are_hidden_or_removed(words: list[str], shown: list[str], dropped: list[str]) -> None:
     assert without_secrets(words) == shown
     assert without_secrets(words, None) == dropped
 

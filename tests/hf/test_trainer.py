@@ -221,7 +221,9 @@ def test_large_finite_weights_are_saved_although_their_sum_overflows(tree_path: 
     assert (tree_path / "model.safetensors").exists()
 
 
-def test_a_full_disk_is_a_user_error_and_keeps_earlier_checkpoints(tree_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_user_error_and_keeps_earlier_checkpoints(
+    tree_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = tiny.trainer(tree_path, max_steps=4, save_steps=2)
     original = os.fsync
 

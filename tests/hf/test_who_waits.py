@@ -25,7 +25,9 @@ def figures(waits: list[list[float]], seconds: float = 0.3) -> dict[str, float]:
     return ranks.figures()
 
 
-def test_the_slow_rank_is_named_under_local_sgd_although_it_synchronizes_rarely(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_slow_rank_is_named_under_local_sgd_although_it_synchronizes_rarely(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, logger="stoker"):
         found = figures([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.2]] * 3)
     assert found == {"waited": 0.1, "waited_for_rank": 1}

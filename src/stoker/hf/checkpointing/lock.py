@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stoker.distributed.agreement import from_first_rank, is_first_rank
 from stoker.errors import UserError
 
 __all__ = ["NAME", "Lock", "only_run_in", "take"]
@@ -68,6 +67,8 @@ def only_run_in(folder: Path, *, restarted: bool = False) -> Iterator[None]:
     `restarted`: an agent has restarted the ranks. On a network file system the lock of a machine that has died may outlive
     it, and must not end the run that continues without that machine.
     """
+    from stoker.distributed.agreement import from_first_rank, is_first_rank  # needs torch, which a lock alone does not
+
     held, refusal = Lock(None), None
     if is_first_rank():
         try:
