@@ -96,8 +96,12 @@ class TrainingArguments(_RetiredArguments, transformers.TrainingArguments):  # t
         if self.use_cpu and self.fp16:
             notes.append("fp16 is ignored: CPUs train in fp32; bf16 saves memory")  # transformers gives no warning
         self._read_distributed_settings()
-        backend = self._choose_backend(notes)
+        backend = self.ddp_backend
         if self.use_cpu:
+            if backend is not None:
+                choice = choose(backend)
+                backend = choice.name
+                notes.append(choice.note or "")
             join(backend, self.ddp_timeout_delta)
             self.ddp_backend = None  # accelerate takes the group that exists, but refuses a name it does not know
         super().__post_init__()
@@ -150,13 +154,6 @@ class TrainingArguments(_RetiredArguments, transformers.TrainingArguments):  # t
             # gradient_compression and local_sgd stay None where they are off: checkpoints record them so.
             if (getattr(self, name) is None and value not in ("none", 0)) or name.startswith("local_sgd_outer"):
                 setattr(self, name, value)
-
-    def _choose_backend(self, notes: list[str]) -> str | None:
-        if self.ddp_backend is None or not self.use_cpu:  # left to transformers
-            return self.ddp_backend
-        choice = choose(self.ddp_backend)
-        notes.append(choice.note or "")
-        return choice.name
 
     @property
     def optimizes(self) -> bool:

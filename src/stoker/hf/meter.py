@@ -86,7 +86,6 @@ class Meter:
     rows: int = 0
     flops: float = 0.0
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    total_tokens: int = 0
     bf16: bool = False
     _remeasured: bool = False
     _since: float = field(default_factory=time.perf_counter)
@@ -157,7 +156,6 @@ class Meter:
                 figures |= self._share(self.flops / seconds)
             known_phases = sum(value for name, value in self.phases.items() if name != "rest")
             self.phases["rest"] = max(seconds - known_phases, 0.0)
-        self.total_tokens += self.tokens
         self.last_phases = dict(self.phases)
         self.phases = dict.fromkeys(PHASES, 0.0)
         self.tokens = self.rows = self.positions.given = self.positions.computed = 0

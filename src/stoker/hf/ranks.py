@@ -85,8 +85,7 @@ class Ranks:
             configure_ddp(self.trainer.accelerator, self.trainer.args.ddp_bucket_cap_mb)
 
     def train_begins(self) -> None:
-        trainer = self.trainer
-        settings = self._settings
+        trainer, settings = self.trainer, self._settings
         if not self.several:
             warn_of_ignored_settings(settings)
             return
@@ -117,7 +116,9 @@ class Ranks:
         """The Trainer's own loader, with the examples of each global batch distributed by tokens where that is possible."""
         args, dataset = self.trainer.args, self.trainer.train_dataset
         self.balanced = None
-        if not self.several or not getattr(args, "balance_tokens", True) or not self._computes_no_padding:
+        # Only if the model computes no padding is the number of tokens what a batch costs.
+        computes_padding = getattr(args, "use_ipex", None) is False
+        if not self.several or not getattr(args, "balance_tokens", True) or computes_padding:
             return loader
         shard = getattr(loader, "batch_sampler", None)
         order = getattr(getattr(shard, "batch_sampler", shard), "sampler", None)
@@ -130,7 +131,7 @@ class Ranks:
         if lengths is None:
             if self.trainer.is_world_process_zero():
                 log.warning(
-                    "batches are not balanced by tokens: the dataset has neither `lengths` nor a column of lengths"
+                    "batches are not balanced by tokens: the dataset has neither `lengths` nor a column of them"
                 )
             return loader
         self.balanced = TokenBalancedSampler(
@@ -140,11 +141,6 @@ class Ranks:
         return torch.utils.data.DataLoader(
             loader.dataset, batch_sampler=self.balanced, collate_fn=loader.collate_fn, num_workers=loader.num_workers
         )
-
-    @property
-    def _computes_no_padding(self) -> bool:
-        """Whether the model computes real tokens only, so that the cost of a batch is its number of tokens."""
-        return getattr(self.trainer.args, "use_ipex", None) is not False
 
     # Steps
 
@@ -247,16 +243,12 @@ class Ranks:
             self.trainer.optimizer.load_state_dict(state["optimizer"])
             self.local.load_state_dict(state["local"])
         else:
-            log.warning("%s is missing: rank %d continues with the optimizer state of rank 0", path, self._rank)
+            log.warning("%s is missing: this rank continues with the optimizer state of rank 0", path)
         # There may be more ranks than before: all need the same step count, and must average from the same weights.
         self.local.follow_first_rank()
 
-    @property
-    def _rank(self) -> int:
-        return int(self.trainer.args.process_index)
-
     def _file(self, folder: Path) -> Path:
-        return folder / f"local_sgd_{self._rank}.pt"
+        return folder / f"local_sgd_{self.trainer.args.process_index}.pt"
 
 
 def tokens_of(dataset: Any, column: str) -> NDArray[np.int64] | None:

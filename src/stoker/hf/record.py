@@ -54,24 +54,18 @@ class Recorder:
         facts: dict[str, Any] = {
             "resumed_at": _step_of(checkpoint) if checkpoint else None,
             "command": shlex.join(without_secrets([Path(sys.argv[0]).name, *sys.argv[1:]])),
-            "versions": {
-                "stoker": __version__,
-                "torch": str(torch.__version__),
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": {"stoker": __version__, "torch": str(torch.__version__),
+                         "transformers": transformers.__version__, "python": platform.python_version()},
             "machine": _machine_facts(),
             "arguments": _arguments(self.trainer.args),
-            **start,
-        }
-        self.log.write("start", **{**facts, **self.task})
+        }  # fmt: skip
+        self.log.write("start", **{**facts, **start, **self.task})
 
     def train_begins(self) -> None:
         """Called when the model is optimised and the number of steps known."""
         if not self._on:
             return
-        trainer = self.trainer
-        model = trainer.model
+        trainer, model = self.trainer, self.trainer.model
         self.log.write(
             "model",
             name=getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__,
@@ -94,23 +88,16 @@ class Recorder:
 
     def _lengths(self) -> None:
         dataset = self.trainer.train_dataset
-        if dataset is None or not hasattr(dataset, "__len__"):
-            return
-        if not hasattr(dataset, "lengths") and len(dataset) > _LENGTHS_READ:
+        if not hasattr(dataset, "__len__") or (not hasattr(dataset, "lengths") and len(dataset) > _LENGTHS_READ):
             return
         with contextlib.suppress(KeyError, TypeError, ValueError):
             lengths = lengths_of(dataset)
             width = max(int(np.ceil(lengths.max() / 48)), 1)
             counts, edges = np.histogram(lengths, bins=np.arange(0, lengths.max() + width + 1, width))
             self.log.write(
-                "lengths",
-                counts=counts.tolist(),
-                edges=edges.tolist(),
-                mean=float(lengths.mean()),
-                longest=int(lengths.max()),
-                rows=len(lengths),
-                padded_to=self.trainer.padded_length,
-            )
+                "lengths", counts=counts.tolist(), edges=edges.tolist(), mean=float(lengths.mean()),
+                longest=int(lengths.max()), rows=len(lengths), padded_to=self.trainer.padded_length,
+            )  # fmt: skip
 
     def logged(self, logs: dict[str, Any]) -> None:
         if not self._on:

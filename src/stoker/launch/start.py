@@ -88,7 +88,7 @@ def _then_tell(plan: planning.Plan, options: Options, code: int) -> int:
 
 def with_launch(settings: Settings, options: Options, *, tells: bool = False, outer: str | None = None) -> Settings:
     """The settings with what a rank needs in order to print the command, or to leave that to this process (`tells`)."""
-    tells = tells and command.names_output(options.arguments)
+    tells = tells and command.output_of(options.arguments) is not None
     return replace(settings, launched=_launch_words(options), tells=tells, outer=outer)
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from stoker.hf.checkpointing import folders
 from stoker.hf.secrets import without_secrets
 
-__all__ = ["Launch", "after_failed_launch", "from_launch", "how_to_resume", "launch", "launched_as", "names_output",
-           "output_of", "program", "resuming", "without_start_options"]  # fmt: skip
+__all__ = ["Launch", "after_failed_launch", "from_launch", "how_to_resume", "launch", "launched_as", "output_of",
+           "program", "resuming", "without_start_options"]  # fmt: skip
 
 _REPLACED = ("__overwrite_output_dir", "__resume_from_checkpoint")
 
@@ -55,7 +55,7 @@ def resuming(checkpoint: Path, arguments: Sequence[str] | None = None) -> str:
     started = launch()
     if arguments is not None:
         return from_launch(started.words if started else program(), arguments, checkpoint)
-    if not names_output(sys.argv[1:]):  # it takes no options of the Trainer
+    if output_of(sys.argv[1:]) is None:  # it takes no options of the Trainer
         return f"  trainer.train(resume_from_checkpoint={json.dumps(str(checkpoint), ensure_ascii=False)})"
     return from_launch(started.words if started else _interpreter(), sys.argv[1:], checkpoint)
 
@@ -113,13 +113,8 @@ def _last_checkpoint(folder: Path) -> Path | None:
     return folders.last_good(folder, since=run_began(folder))
 
 
-def names_output(arguments: Sequence[str]) -> bool:
-    """Whether a script takes the options of a Trainer, and so --resume_from_checkpoint."""
-    return output_of(arguments) is not None
-
-
 def output_of(arguments: Sequence[str]) -> str | None:
-    """The value of --output_dir; the last one counts."""
+    """The value of --output_dir, the last one if there are several; None if the script has no options of a Trainer."""
     found = None
     for position, word in enumerate(arguments):
         option, equals, value = word.partition("=")

@@ -23,34 +23,15 @@ from stoker.errors import UserError
 from stoker.hf.checkpointing import manifest
 from stoker.whole_files import remove_unfinished
 
-__all__ = [
-    "all_checkpoints",
-    "candidates",
-    "full_disk_as_user_error",
-    "last_good",
-    "publish",
-    "publish_staged",
-    "put_in_place",
-    "remove_all",
-    "rotate",
-    "seal_again",
-    "staging",
-    "tidy",
-    "warn_of_skipped",
-    "why_unusable",
-]
+__all__ = ["all_checkpoints", "candidates", "full_disk_as_user_error", "last_good", "publish", "publish_staged",
+           "put_in_place", "remove_all", "rotate", "seal_again", "staging", "tidy", "warn_of_skipped",
+           "why_unusable"]  # fmt: skip
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _PARTIAL, _REPLACED, _DOOMED = ".partial", ".replaced", ".deleting"
 _ASIDE = re.compile(r"\.(checkpoint-\d+)(\.partial|\.replaced|\.deleting)")
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "adapter_model.safetensors",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "adapter_model.bin",
-)
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
+            "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin")  # fmt: skip
 
 log = logging.getLogger("stoker")
 
