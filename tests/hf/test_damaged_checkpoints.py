@@ -256,7 +256,7 @@ def test_a_callback_may_change_the_checkpoint_in_on_save(tree_path: Path) -> Non
     trainer = tiny.trainer(tree_path, **SETTINGS)
     trainer.add_callback(RewritesWeights())
     trainer.train()
-    manifest._KNOWN_WHOLE.clear()  # as another process would see it
+    manifest._KNOWN_INTACT.clear()  # as another process would see it
     assert choice.newest_usable(tree_path) == tree_path / "checkpoint-4"
     listed = json.loads((tree_path / "checkpoint-4" / manifest.NAME).read_text())["files"]
     assert "extra.pt" in listed
