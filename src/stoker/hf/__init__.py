@@ -1,1 +1,1 @@
-"""Doors to Hugging Face: Trainer, TrainingArguments, and the words that transformers no longer knows."""
+"""Hugging Face integration: Trainer, TrainingArguments, Accelerator, checkpointing, retired flags and imports."""

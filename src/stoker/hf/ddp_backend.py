@@ -26,14 +26,14 @@ class Choice:
 
 
 def choose(asked: str | None) -> Choice:
-    """The backend for CPU tensors when `asked` was asked for; None stands for the default."""
+    """The backend for CPU tensors if the user asked for `asked`; None is the default."""
     if asked in (None, "", "gloo"):
         return Choice("gloo")
     if asked in ("ccl", "mpi"):
         if dist.is_backend_available(asked):
             return Choice(asked)
-        return Choice("gloo", f"backend {asked}: not available here, gloo is used; the results are the same")
-    return Choice("gloo", f"backend {asked}: not for CPUs, gloo is used")
+        return Choice("gloo", f"backend {asked} is not available, so gloo is used; the results are the same")
+    return Choice("gloo", f"backend {asked} does not support CPUs, so gloo is used")
 
 
 def several_processes() -> bool:

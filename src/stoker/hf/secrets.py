@@ -22,28 +22,28 @@ def is_secret(variable: str) -> bool:
     return _SECRET_VARIABLE.fullmatch(variable) is not None
 
 
-def without_secrets(words: Sequence[str], instead: str | None = HIDDEN) -> list[str]:
-    """`words` with `instead` in place of the value of each secret option or variable; None removes such an option."""
+def without_secrets(command: Sequence[str], instead: str | None = HIDDEN) -> list[str]:
+    """`command` with `instead` in place of the value of each secret option or variable; None removes such an option."""
     kept: list[str] = []
     value_follows = False
-    rest = iter(words)
-    for word in rest:
-        option, equals, value = word.partition("=")
+    rest = iter(command)
+    for argument in rest:
+        option, equals, value = argument.partition("=")
         if option in _SET_VARIABLE:
             kept += _without_secret_variable(option, value if equals else None, rest, instead)
         elif option in _MPI_OPTIONS:
-            typed = [word] if equals else [word, *(() if (value := next(rest, "")) == "" else (value,))]
+            typed = [argument] if equals else [argument, *(() if (value := next(rest, "")) == "" else (value,))]
             hidden = value == HIDDEN or any(is_secret(name) for name in re.split(r"[\s=,'\"]+", value))
             kept += typed if not hidden else [] if instead is None else [option, instead]
         elif _SECRET.fullmatch(option.replace("-", "_").replace("__", "--", 1)):
             value_follows = not equals
             kept += [] if instead is None else [f"{option}={instead}" if equals else option]
-        elif value_follows and not word.startswith("--"):
+        elif value_follows and not argument.startswith("--"):
             value_follows = False
             kept += [] if instead is None else [instead]
         else:
             value_follows = False
-            kept.append(word)
+            kept.append(argument)
     return kept
 
 

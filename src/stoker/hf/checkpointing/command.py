@@ -27,7 +27,7 @@ _REPLACED = ("__overwrite_output_dir", "__resume_from_checkpoint")
 class Launch:
     """The `stoker launch` that started this process."""
 
-    words: tuple[str, ...]
+    command: tuple[str, ...]
     """Its command line up to and including the script, without the script's arguments."""
     prints_command: bool = False
     """It prints the resume command itself when all ranks have ended; ranks do not."""
@@ -54,10 +54,10 @@ def resuming(checkpoint: Path, arguments: Sequence[str] | None = None) -> str:
     """
     started = launch()
     if arguments is not None:
-        return from_launch(started.words if started else program(), arguments, checkpoint)
+        return from_launch(started.command if started else program(), arguments, checkpoint)
     if output_of(sys.argv[1:]) is None:  # it takes no options of the Trainer
         return f"  trainer.train(resume_from_checkpoint={json.dumps(str(checkpoint), ensure_ascii=False)})"
-    return from_launch(started.words if started else _interpreter(), sys.argv[1:], checkpoint)
+    return from_launch(started.command if started else _interpreter(), sys.argv[1:], checkpoint)
 
 
 def how_to_resume(checkpoint: Path, arguments: Sequence[str] | None, processes: int) -> str:
@@ -71,36 +71,36 @@ def how_to_resume(checkpoint: Path, arguments: Sequence[str] | None, processes: 
     return f"\nTo resume{how}:\n{resuming(checkpoint, arguments)}"
 
 
-def from_launch(words: Sequence[str], arguments: Sequence[str], checkpoint: Path) -> str:
-    """The resume command; `words` are the command line up to the script, `arguments` those of the script."""
-    kept = [*without_secrets(words, None), *without_start_options(without_secrets(arguments, None))]
-    command = shlex.join([*kept, "--resume_from_checkpoint", str(checkpoint)])
-    left_out = [*_secret_names(words), *_secret_names(arguments)]
+def from_launch(command: Sequence[str], arguments: Sequence[str], checkpoint: Path) -> str:
+    """The resume command; `command` is the command line up to the script, `arguments` are those of the script."""
+    kept = [*without_secrets(command, None), *without_start_options(without_secrets(arguments, None))]
+    line = shlex.join([*kept, "--resume_from_checkpoint", str(checkpoint)])
+    left_out = [*_secret_names(command), *_secret_names(arguments)]
     again = f"\n(secrets are not shown; give again: {' '.join(left_out)})" if left_out else ""
-    return f"  {command}{again}"
+    return f"  {line}{again}"
 
 
-def without_start_options(words: Sequence[str]) -> list[str]:
+def without_start_options(arguments: Sequence[str]) -> list[str]:
     """Removes what would start over or resume from elsewhere: --overwrite_output_dir, --resume_from_checkpoint."""
     kept: list[str] = []
     value_follows = False
-    for word in words:
-        option, equals, _ = word.partition("=")
+    for argument in arguments:
+        option, equals, _ = argument.partition("=")
         if option.replace("-", "_") in _REPLACED:
             value_follows = not equals
-        elif value_follows and not word.startswith("-"):
+        elif value_follows and not argument.startswith("-"):
             value_follows = False
         else:
             value_follows = False
-            kept.append(word)
+            kept.append(argument)
     return kept
 
 
-def after_failed_launch(words: Sequence[str], arguments: Sequence[str]) -> str | None:
+def after_failed_launch(command: Sequence[str], arguments: Sequence[str]) -> str | None:
     """The command that resumes from the last checkpoint of the run that a launch started; None without a checkpoint."""
     folder = output_of(arguments)
     found = _last_checkpoint(Path(folder)) if folder else None
-    return from_launch(words, arguments, found) if found is not None else None
+    return from_launch(command, arguments, found) if found is not None else None
 
 
 def _last_checkpoint(folder: Path) -> Path | None:
@@ -116,8 +116,8 @@ def _last_checkpoint(folder: Path) -> Path | None:
 def output_of(arguments: Sequence[str]) -> str | None:
     """The value of --output_dir, the last one if there are several; None if the script has no options of a Trainer."""
     found = None
-    for position, word in enumerate(arguments):
-        option, equals, value = word.partition("=")
+    for position, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
         if option in ("--output_dir", "--output-dir"):
             found = value if equals else next(iter(arguments[position + 1 : position + 2]), None)
     return found
@@ -137,18 +137,18 @@ def program() -> list[str]:
 def _interpreter() -> list[str]:
     """Python, its own options, and the script or -m MODULE, as on the command line."""
     count = len(sys.argv) - 1
-    words = sys.orig_argv[1 : len(sys.orig_argv) - count]
-    if not words or sys.orig_argv[len(sys.orig_argv) - count :] != sys.argv[1:]:  # changed by the script
-        words = [sys.argv[0]]
-    return [sys.executable, *words]
+    before = sys.orig_argv[1 : len(sys.orig_argv) - count]
+    if not before or sys.orig_argv[len(sys.orig_argv) - count :] != sys.argv[1:]:  # changed by the script
+        before = [sys.argv[0]]
+    return [sys.executable, *before]
 
 
-def _secret_names(words: Sequence[str]) -> list[str]:
+def _secret_names(command: Sequence[str]) -> list[str]:
     mark = "\0"  # cannot occur on a command line
-    shown = without_secrets(words, mark)
+    shown = without_secrets(command, mark)
     values = [*shown[1:], ""]
     return [
-        word.partition("=")[0]
-        for word, value in zip(shown, values, strict=True)
-        if word.endswith(f"={mark}") or value == mark
+        one.partition("=")[0]
+        for one, value in zip(shown, values, strict=True)
+        if one.endswith(f"={mark}") or value == mark
     ]
