@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from hf import tiny
 from stoker.errors import UserError
@@ -121,7 +122,7 @@ def test_trials_of_a_search_may_run_side_by_side(
     tree_path: Path, held: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = tiny.trainer(tree_path / "out")
-    monkeypatch.setattr(trainer, "_train_in_folder", lambda *args, **named: "trained")
+    monkeypatch.setattr(transformers.Trainer, "train", lambda *args, **named: "trained")
     assert trainer.train(trial={"learning_rate": 1e-3}) == "trained"
 
 
