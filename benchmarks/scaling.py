@@ -265,7 +265,7 @@ def against_plan(options: argparse.Namespace, middles: dict[str, float], paramet
 
     rates = measure_collectives()
     node = Node(step=middles["no communication"], processes=1, parameters=parameters, collectives=rates)
-    print(f"the plan against these runs (collectives here: {rates.told()}):")
+    print(f"the plan against these runs (collectives here: {rates.summary()}):")
     for rate in options.rates:
         network = Network.parse(rate)
         for label, setup in (

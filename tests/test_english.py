@@ -36,6 +36,6 @@ def test_no_message_puts_a_fixed_article_before_the_name_of_a_class() -> None:
     assert found == []
 
 
-def test_a_wrong_model_is_named_with_its_article() -> None:
+def test_a_message_about_a_wrong_model_uses_the_right_article() -> None:
     with pytest.raises(TypeError, match="model is an int;"):
         stoker.optimize(1)

@@ -41,7 +41,7 @@ def redirected(kind: str, tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", ["no reader", "full disk", "closed", "file"])
-def test_a_process_ends_well_whatever_happens_to_its_output(kind: str, tmp_path: Path) -> None:
+def test_a_process_succeeds_even_if_its_output_cannot_be_written(kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "end")]
     if kind == "closed":
         done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False)
@@ -59,7 +59,7 @@ def test_a_process_ends_well_whatever_happens_to_its_output(kind: str, tmp_path:
         assert (tmp_path / "end").read_text() == "0"
 
 
-def test_what_can_be_written_again_is_written_again(tmp_path: Path) -> None:
+def test_writing_continues_once_it_is_possible_again(tmp_path: Path) -> None:
     """A full disk may have room again; only a reader that has gone never comes back."""
     script = """
 import resource, signal, sys
@@ -82,7 +82,7 @@ def shown(*pieces: bytes) -> bytes:
     return b"".join(line.before(piece) + piece for piece in pieces)
 
 
-def test_text_begins_on_a_line_of_its_own_after_a_progress_bar() -> None:
+def test_text_after_a_progress_bar_starts_on_a_new_line() -> None:
     assert shown(b"\r 50%|# |", b"log line\n", b"\r100%|##|", b"\n", b"end\n") == (
         b"\r 50%|# |\nlog line\n\r100%|##|\nend\n"
     )
@@ -101,7 +101,7 @@ def test_text_begins_on_a_line_of_its_own_after_a_progress_bar() -> None:
         [b"\r 10%", b"", b"\r      \r", b"", b"text\n", b"\r 10%"],  # tqdm.write
     ],
 )
-def test_everything_else_stays_as_it_is(pieces: list[bytes]) -> None:
+def test_other_output_is_unchanged(pieces: list[bytes]) -> None:
     assert shown(*pieces) == b"".join(pieces)
 
 

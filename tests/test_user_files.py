@@ -33,7 +33,7 @@ def odd_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
 
 
 SAYS = {
-    "pipe": "nobody has written to this pipe", "folder": "it is a folder", "nul": "it is not text", "latin": "not UTF-8 text",
+    "pipe": "nothing was written to this pipe", "folder": "it is a folder", "nul": "it is not text", "latin": "not UTF-8 text",
     "large": "more than 1 MB", "loop": "symbolic links", "socket": "No such device", "none": "does not exist",
     "zero": "a device or socket", "nobody": "does not exist", "NUL in the name": "not the name of a file",
     "empty": "does not exist",
@@ -41,7 +41,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_what_cannot_be_read_is_one_sentence(name: str, odd_files: dict[str, str]) -> None:
+def test_a_file_that_cannot_be_read_is_reported_in_one_sentence(name: str, odd_files: dict[str, str]) -> None:
     with pytest.raises(UserError, match=SAYS[name]) as caught:
         read_text(odd_files[name], "hostfile")
     assert str(caught.value).startswith("hostfile ")
@@ -87,7 +87,7 @@ def test_devices_pipes_and_folders_are_never_replaced(odd_files: dict[str, str],
     assert check_replaceable(tmp_path / "link", "config file") == tmp_path / "real"
 
 
-def test_what_a_person_gave_is_shown_without_its_length_and_control_characters() -> None:
+def test_user_input_in_messages_is_shortened_and_escaped() -> None:
     shown = str(UserError(f"--seed {'7' * 5000} \x1b[2J\0: no"))
     assert shown == "--seed 77777777777777777777...(5,000 characters) \\x1b[2J\\x00: no"
     path = "/" + "/".join(["folder"] * 60)

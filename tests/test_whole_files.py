@@ -42,7 +42,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["report.html", "all_results.json", "README.md"])
-def test_what_a_kill_leaves_is_removed_by_the_next_run_in_the_folder(name: str, tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_run_are_removed_by_the_next(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     write_text(path, "old")
     for kept in (".user.partial", "notes.json.partial"):
@@ -55,7 +55,7 @@ def test_what_a_kill_leaves_is_removed_by_the_next_run_in_the_folder(name: str, 
     assert sorted(os.listdir(tmp_path)) == sorted([name, ".user.partial", "notes.json.partial"])
 
 
-def test_a_device_or_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+def test_devices_and_pipes_are_written_in_place(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

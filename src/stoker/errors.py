@@ -1,17 +1,17 @@
-"""Errors that a person can cause, and that the command line answers with one sentence instead of a traceback."""
+"""Errors that a user can cause. The command line prints them as one sentence instead of a traceback."""
 
 from __future__ import annotations
 
 import errno
 import re
 
-__all__ = ["UserError", "first_line", "outside_reason"]
+__all__ = ["UserError", "first_line", "one_line", "outside_reason"]
 
 
 class UserError(Exception):
-    """Something the person asked for cannot be done; the message names it, its value, and what to do instead.
+    """The request cannot be carried out. The message names the option, its value, and what to do instead.
 
-    The value may be anything. Very long ones are cut, and control characters are shown as escapes.
+    Values come from the user and may be anything: very long ones are shortened, and control characters are escaped.
     """
 
     def __init__(self, message: str) -> None:
@@ -19,9 +19,9 @@ class UserError(Exception):
 
 
 _LONG = re.compile(r"\d{40,}|\S{1000,}")
-"""Paths, the longest words that a person may need in full, are hardly ever this long."""
+"""What is shortened. Paths, the longest values that a user needs in full, are hardly ever this long."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""What makes a terminal do something: control characters, and marks that change the direction of writing."""
+"""What a terminal would act on: control characters, and marks that change the text direction."""
 _MOST = 2000
 
 
@@ -32,16 +32,21 @@ def _readable(message: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, short enough for a sentence of ours."""
+    """The first line of an error's message, short enough to quote in a message of our own."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def one_line(error: BaseException) -> str:
+    """The whole message of an error on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def outside_reason(error: BaseException) -> str | None:
-    """What memory, limits or a disk refused, and what to do about it; None for an error of any other cause."""
+    """Why memory, a limit or the disk made an operation fail, and what to do; None for an error of any other cause."""
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
         return "there is not enough memory; use smaller batches or inputs, raise the limit (ulimit -v), or free some"
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        return "no thread can be started; raise the limit on processes (ulimit -u), or end some"
+        return "no thread can be started; raise the limit on processes (ulimit -u), or end some processes"
     if not isinstance(error, OSError) or error.errno is None:
         return None
     what = f"{error.filename}: " if error.filename is not None else ""
@@ -51,8 +56,8 @@ def outside_reason(error: BaseException) -> str | None:
 
 _ADVICE = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENFILE: "this system has no more open files to give; end other programs",
-    errno.EAGAIN: "raise the limit on processes (ulimit -u), or end some",
-    errno.EROFS: "write elsewhere",
-    errno.EACCES: "change its permissions, or name another place",
+    errno.ENFILE: "the system-wide limit on open files is reached; close other programs",
+    errno.EAGAIN: "raise the limit on processes (ulimit -u), or end some processes",
+    errno.EROFS: "choose a place that can be written",
+    errno.EACCES: "change its permissions, or choose another place",
 }

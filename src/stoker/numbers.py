@@ -1,7 +1,7 @@
-"""Numbers as people write them, in options, config files, hostfiles and variables: the one place where they are read.
+"""Parses numbers from options, config files, hostfiles and environment variables. All of Stoker uses these two functions.
 
-Python's own `float` takes `inf` and `nan`, and its `int` takes numbers beyond 64 bits and raises for more than 4,300 digits. No
-setting means any of these.
+`float` accepts `inf` and `nan`; `int` accepts numbers beyond 64 bits and raises for more than 4,300 digits. No setting allows
+any of these.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import re
 __all__ = ["finite_number", "whole_number"]
 
 _WHOLE = re.compile(r"[+-]?[0-9](?:_?[0-9]){0,17}")
-"""What fits into 64 bits, which torch, numpy and the operating system count with."""
+"""Fits into 64 bits, as torch, numpy and the operating system need."""
 
 
 def whole_number(text: str) -> int | None:
-    """The whole number that a text stands for; None if it is none, or too large for anything to be counted with."""
+    """Parses a whole number; None if the text is not one, or needs more than 64 bits."""
     text = text.strip()
     return int(text) if _WHOLE.fullmatch(text) else None
 
 
 def finite_number(text: str) -> float | None:
-    """The number that a text stands for; None if it is none, infinite or not a number (NaN)."""
+    """Parses a number; None if the text is not one, or stands for infinity or NaN."""
     try:
         number = float(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""What every option of every command has in common, whatever it means: text that can be written down, numbers that are finite.
+"""Checks that apply to every option of every command: text must be UTF-8, numbers must be finite.
 
-`StrictValues` is mixed into each argument parser, the house's own and the one around Hugging Face's, so that no option can be
-declared without it.
+`StrictValues` is a base class of both argument parsers (`cli.parsing.Parser` and the one derived from HfArgumentParser), so no
+option can be declared without these checks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["StrictValues", "is_text"]
 
 
 def is_text(word: str) -> bool:
-    """Whether a word of a command line can be a name or a value: UTF-8, and without NUL, which no file name can hold."""
+    """Whether an argument can be a name or a value: UTF-8, and without NUL, which file names cannot contain."""
     try:
         word.encode()
     except UnicodeEncodeError:  # bytes of a command line that are not UTF-8 arrive as lone surrogates
@@ -24,7 +24,7 @@ def is_text(word: str) -> bool:
 
 
 class StrictValues(argparse.ArgumentParser):
-    """Refuses, for any option: inf and NaN, whole numbers beyond 64 bits, and words that are not UTF-8."""
+    """Rejects inf, NaN, whole numbers beyond 64 bits, and text that is not UTF-8, for every option."""
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if not is_text(arg_string):

@@ -1,7 +1,7 @@
-"""Standard output and error of a process that must not end because of them.
+"""Standard output and error for a process that must not fail when they cannot be written.
 
-`keep_running` gives a process streams that drop what cannot be written: the reader has gone, the disk is full, the terminal
-was closed. Commands whose output is their result keep Python's own standard output, which reports such a loss.
+`keep_running` installs streams that drop what cannot be written: the reader has exited, the disk is full, or the terminal was
+closed. Commands whose output is their result keep Python's own standard output, which reports such errors.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class _Byte(Protocol):
 
 
 class ProgressLine:
-    """Whether the last line on a screen is a progress bar, which the next line of text must not continue.
+    """Tracks whether the last line on the screen is a progress bar, so that the next line of text starts on a new line.
 
-    `shared` is a file through which processes that write to one screen tell each other.
+    `shared` is a file in which processes that write to the same screen share this state.
     """
 
     def __init__(self, shared: Path | None = None) -> None:
@@ -42,7 +42,7 @@ class ProgressLine:
                 self._drawn = mmap.mmap(file.fileno(), 1)
 
     def before(self, data: bytes) -> bytes:
-        """What to write before `data`: a line end, if `data` would continue the line of a progress bar."""
+        """What to write before `data`: a newline, if `data` would otherwise continue the line of a progress bar."""
         if not data:
             return b""
         # Bars start with a carriage return, or move the cursor first.
@@ -59,7 +59,7 @@ _lines: dict[tuple[int, int], ProgressLine] = {}
 
 
 def progress_line(descriptor: int) -> ProgressLine:
-    """The one of the screen or file that `descriptor` leads to; standard output and error often share it."""
+    """The state of the screen or file behind `descriptor`; standard output and error often share it."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -76,18 +76,18 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
             select.select([], [descriptor], [])
         except OSError as error:
             if error.errno in _GONE:
-                _lead_nowhere(descriptor)  # for everything else in this process that writes there, and what it starts
+                _redirect_to_null(descriptor)  # also for other writers in this process and for its children
             return
 
 
-def _lead_nowhere(descriptor: int) -> None:
+def _redirect_to_null(descriptor: int) -> None:
     with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        if nowhere == descriptor:
+        null = os.open(os.devnull, os.O_RDWR)
+        if null == descriptor:
             os.set_inheritable(descriptor, True)
             return
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
+        os.dup2(null, descriptor)
+        os.close(null)
 
 
 class _Descriptor(io.FileIO):
@@ -107,16 +107,16 @@ class _Descriptor(io.FileIO):
         return len(view)
 
     def seekable(self) -> bool:
-        return False  # a stream that has once asked for its position goes on asking, though a pipe has taken its place
+        return False  # TextIOWrapper would keep calling tell(), which fails after a pipe has replaced the file
 
 
 def open_closed() -> None:
-    """Where standard input, output or error is closed, it leads to /dev/null; the next file would take its number."""
+    """Opens /dev/null for each closed standard stream; otherwise the next opened file would get its descriptor."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            _lead_nowhere(descriptor)
+            _redirect_to_null(descriptor)
         if getattr(sys, name) is None:
             stream = open(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
@@ -124,7 +124,7 @@ def open_closed() -> None:
 
 
 def keep_running(*, output: bool = True) -> None:
-    """From now on, what this process cannot write to standard error, and to standard output if `output`, is dropped."""
+    """From now on, drops what cannot be written to standard error, and to standard output if `output`."""
     open_closed()
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         if (output or name == "stderr") and not isinstance(_buffer(name), _Descriptor):
@@ -137,13 +137,13 @@ def drops_output() -> bool:
 
 
 def replace(descriptor: int, name: str, *, line_buffering: bool | None = None) -> None:
-    """A new stream in place of `sys.<name>`, if that is Python's own; needed once its descriptor leads elsewhere."""
+    """Replaces `sys.<name>` if it is Python's own stream; needed once its descriptor has been redirected."""
     before = getattr(sys, name)
     try:
         own = isinstance(before, io.TextIOWrapper) and before.fileno() == descriptor
     except (OSError, ValueError):
         own = False
-    if not own:  # somebody's own, such as a test's
+    if not own:  # replaced by someone else, such as pytest
         return
     with contextlib.suppress(OSError):
         before.flush()

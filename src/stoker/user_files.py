@@ -1,6 +1,6 @@
-"""Files that people name: read within limits of size and time, and never replaced where they are no plain files.
+"""Reads files that users name, within limits of size and time, and checks those that are to be replaced.
 
-Whatever cannot be read is one sentence. A pipe is read too (`-f <(make-hostfile)`), but not waited for without end.
+A file that cannot be read raises UserError. Pipes are supported (`-f <(make-hostfile)`), with a time limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATIENCE = 10.0
 
 
 def read_text(path: str | os.PathLike[str], what: str, *, limit: int = MIB, advice: str = "") -> str:
-    """The text of a file that is called `what` in messages, with `advice` if it does not exist; ~ is the home directory."""
+    """The text of a file. Messages call it `what`, and add `advice` if it does not exist; ~ is the home directory."""
     raw = read_bytes(path, what, limit=limit, advice=advice)
     try:
         text = raw.decode("utf-8-sig")
@@ -57,7 +57,7 @@ def read_bytes(
         raise UserError(f"{what} {path} cannot be read: it is not a whole gzip file ({error})") from None
     except OSError as error:
         raise UserError(f"{what} {path} cannot be read: {error.strerror or error}") from None
-    except ValueError:  # Python's own word for a NUL, and for what cannot be a name on this system
+    except ValueError:  # NUL bytes, and names that this system cannot encode
         raise UserError(f"{what} {str(path)!r} cannot be read: that is not the name of a file") from None
 
 
@@ -66,7 +66,7 @@ class _TooLarge(Exception):
 
 
 def _chunks(path: str | os.PathLike[str], limit: int) -> Iterator[bytes]:
-    # Not blocking: opening a named pipe would wait for someone to write to it.
+    # Non-blocking: opening a named pipe would otherwise wait for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
@@ -91,17 +91,17 @@ def _read(handle: int, *, waits: bool) -> bytes:
         return os.read(handle, MIB)
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
-        # Ready for reading, and not merely without a writer as yet.
+        # `select` also returns when the pipe has no writer yet.
         if select.select([handle], [], [], max(end - time.monotonic(), 0))[0]:
             try:
                 return os.read(handle, MIB)
             except BlockingIOError:
                 continue
-    raise OSError(f"nobody has written to this pipe for {_PATIENCE:g} s")
+    raise OSError(f"nothing was written to this pipe for {_PATIENCE:g} s")
 
 
 def check_replaceable(path: str | os.PathLike[str], what: str) -> Path:
-    """The plain file that is to be written at `path`, or will be: behind links, and never a device, which would be replaced."""
+    """The path to write, with links resolved. Raises UserError for a folder, a device or a pipe, which must not be replaced."""
     try:
         target = Path(os.path.realpath(path))
         if not str(path) or target.is_dir():

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place and renamed, with nothing left beside it."""
+"""Atomic writes: a file is written under a temporary name beside its target and then renamed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNFINISHED = re.compile(r"\.(.+\.(html|json|md|txt))\.partial")
 
 
 def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
-    """A kill or a full disk leaves the file that was there before. A device or a pipe is written to, not replaced."""
+    """Replaces a file atomically: after a kill or a full disk the old file remains. Devices and pipes are written in place."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8", errors=errors)
         return
@@ -28,7 +28,7 @@ def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what a killed process has left of such files."""
+    """Removes temporary files that a killed process has left."""
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):
             if _UNFINISHED.fullmatch(path.name) and path.is_file() and not path.is_symlink():

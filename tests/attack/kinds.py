@@ -56,7 +56,7 @@ def stand_in() -> None:
     stoker.launch.start.mpi.launch = lambda *rest, **named: 0
     stoker.launch.start.remote_hosts.check_hosts = lambda names, *rest, **named: None
     stoker.tasks.demo.demo_run.run_demo = lambda options: 0
-    stoker.tasks.training_run.know_the_machine = lambda say: None  # type: ignore[assignment,return-value]
+    stoker.tasks.training_run.machine_rates = lambda say: None  # type: ignore[assignment,return-value]
     collectives = Collectives(1e9, 2e9, 0.1, 0.1, 0.1)
     stoker.plan.link_rates.measure_collectives = lambda **named: collectives
     stoker.plan.link_rates.measure_node = lambda subject, batch, processes, *rest, **named: Node(

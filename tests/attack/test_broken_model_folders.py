@@ -125,15 +125,15 @@ def test_the_good_folder_works_and_warns_of_nothing(good: Path, command: str, wa
 
 
 REFUSED = {
-    "no tokenizer files": "there is no vocabulary (tokenizer.json, vocab.txt or the like); copy the tokenizer's files there",
-    "weights that are of another architecture": r"they hold none of the 37 tensors of its base model, but transformer.h.0.attn",
-    "weights that are named otherwise": "they hold none of the 37 tensors of its base model, but module.bert.embeddings",
-    "weights that are the head's alone": "they hold none of the 37 tensors of its base model",
+    "no tokenizer files": "it has no vocabulary (tokenizer.json, vocab.txt or similar); copy the tokenizer's files there",
+    "weights that are of another architecture": r"they contain none of the 37 tensors of its base model, but transformer.h.0.att",
+    "weights that are named otherwise": "they contain none of the 37 tensors of its base model, but module.bert.embeddings",
+    "weights that are the head's alone": "they contain none of the 37 tensors of its base model",
     "weights that are int64": "are no floating-point numbers, in 37 tensors",
     "weights that have one NaN": "hold NaN or infinite values, in 1 tensor: bert.embeddings.word_embeddings.weight",
     "weights that have other embeddings": "do not fit its config.json: bert.embeddings.word_embeddings.weight is 50 x 16",
-    "hidden_act in config.json is 'no_such_act'": "config.json describes no model that can be built (KeyError",
-    "hidden_size in config.json is negative": "config.json describes no model that can be built (Trying to create tensor",
+    "hidden_act in config.json is 'no_such_act'": "config.json does not describe a model that can be built (KeyError",
+    "hidden_size in config.json is negative": "config.json does not describe a model that can be built (Trying to create tensor",
     "num_labels in config.json is '1099511627776'": "num_labels in config.json is 1099511627776",
     "num_hidden_layers in config.json is huge": "num_hidden_layers in config.json is 1099511627776",
     "config.json is a list": "config.json is not a JSON object",
@@ -141,7 +141,7 @@ REFUSED = {
     "tokenizer.json is cut in the middle": "tokenizer.json is not JSON: ",
     "a vocab.txt without special tokens": "no tokenizer can be loaded from",
     "an index that has no map": "model.safetensors.index.json does not name the file of each tensor (weight_map)",
-    "a pytorch_model.bin of code": "a file of weights is damaged, or holds more than weights, which is never loaded",
+    "a pytorch_model.bin of code": "a weight file is damaged, or contains pickled code, which is never loaded",
 }  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def test_models_without_a_part_called_base_are_compared_too(good: Path, tmp_path
     config = transformers.T5Config(vocab_size=321, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
     config.save_pretrained(tmp_path)
     shutil.copy(good / "model.safetensors", tmp_path)
-    with pytest.raises(UserError, match=r"they hold none of the .* tensors of its base model, but bert\.embeddings"):
+    with pytest.raises(UserError, match=r"they contain none of the .* tensors of its base model, but bert\.embeddings"):
         loading.model_of(transformers.AutoModelForQuestionAnswering, str(tmp_path), config)
 
 
@@ -260,5 +260,5 @@ def test_commands_answer_a_broken_folder_with_exit_code_two(
         main(["plan", "--model", folder, "--batch", "2", "--length", "16", "--nodes", "1,2", "--processes", "1"]) == 2
     )
     said = capsys.readouterr().err
-    assert said.count("config.json describes no model that can be built") == 2, said
+    assert said.count("config.json does not describe a model that can be built") == 2, said
     assert "Traceback" not in said

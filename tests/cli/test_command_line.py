@@ -34,7 +34,7 @@ def test_help_lists_every_command_under_its_heading(argv: list[str], capsys: pyt
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], ["doctor", "--help"], ["nonsense"]])
-def test_quick_answers_import_no_torch(argv: list[str]) -> None:
+def test_help_and_version_do_not_import_torch(argv: list[str]) -> None:
     code = f"import sys; from stoker.cli import main; main({argv!r}); sys.exit(99 if 'torch' in sys.modules else 0)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
@@ -63,7 +63,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         (["doctor", "--=\n"], ["unknown option"]),
     ],
 )
-def test_a_mistake_gets_one_sentence_and_code_2(
+def test_an_invalid_request_gets_one_sentence_and_exit_code_2(
     argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2
@@ -85,7 +85,7 @@ def test_a_user_error_of_any_command_is_one_sentence(
     assert capsys.readouterr().err == "stoker: --batch 0 must be at least 1\n"
 
 
-def test_messages_reach_the_terminal_without_control_characters_and_not_at_any_length(
+def test_messages_are_shortened_and_control_characters_escaped(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["doctor", "--\x1b]0;title\x07\u202e"]) == 2
@@ -104,12 +104,15 @@ def test_messages_reach_the_terminal_without_control_characters_and_not_at_any_l
             "not enough memory",
         ),
         (RuntimeError("can't start new thread"), "ulimit -u"),
-        (OSError(errno.EROFS, "Read-only file system", "out/x"), "out/x: Read-only file system; write elsewhere"),
+        (
+            OSError(errno.EROFS, "Read-only file system", "out/x"),
+            "out/x: Read-only file system; choose a place that can be written",
+        ),
         (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
         (OSError(errno.EACCES, "Permission denied", "out/x"), "stoker: out/x: Permission denied; "),
     ],
 )
-def test_what_the_machine_refuses_is_one_sentence_and_code_1(
+def test_a_system_error_gets_one_sentence_and_exit_code_1(
     error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(argv: list[str]) -> int:
@@ -126,7 +129,7 @@ def test_what_the_machine_refuses_is_one_sentence_and_code_1(
         main(["selftest"])
 
 
-def test_an_error_of_the_program_itself_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(argv: list[str]) -> int:
         raise RuntimeError("a bug")
 
@@ -152,7 +155,7 @@ def test_every_command_has_a_help_page(command: object, capsys: pytest.CaptureFi
     assert callable(importlib.import_module(command.module).main)  # type: ignore[attr-defined]
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_a_reader_that_exits_is_not_an_error(tmp_path: Path) -> None:
     command = " ".join(STOKER) + " doctor --no-rates | head -1; exit ${PIPESTATUS[0]}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
@@ -161,14 +164,14 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--no-rates"]])
-def test_a_full_disk_is_one_sentence(arguments: list[str]) -> None:
+def test_a_full_disk_is_reported_in_one_sentence(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([*STOKER, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "stoker: no space left to write the output\n"
 
 
-def test_a_closed_output_is_no_error() -> None:
+def test_a_closed_output_is_not_an_error() -> None:
     done = subprocess.run(["bash", "-c", " ".join(STOKER) + " --help >&-"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -183,13 +186,13 @@ def test_the_public_names_are_lazy_and_listed() -> None:
         stoker.optimise  # noqa: B018
 
 
-def test_a_terminal_without_unicode_is_served() -> None:
+def test_a_terminal_without_unicode_works() -> None:
     done = run("doctor", "--no-rates", env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
 
 
-def test_transformers_that_cannot_be_imported_is_told_from_transformers_that_is_missing(
+def test_a_failing_import_of_transformers_is_not_reported_as_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(error: ImportError) -> str:

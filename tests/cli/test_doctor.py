@@ -38,7 +38,7 @@ def busy() -> list[float]:
 def measurements(busy: list[float], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Replaces the measurement by a figure of its own, and counts how often it is made."""
     made: list[float] = []
-    monkeypatch.setattr("stoker.machine.load.watch", lambda: Load(busy=busy[0], stolen=0.0, cpus=2))
+    monkeypatch.setattr("stoker.machine.load.current_load", lambda: Load(busy=busy[0], stolen=0.0, cpus=2))
 
     def measure_rates(machine: Machine, *, seconds: float, **rest: object) -> Rates:
         import torch
@@ -90,7 +90,7 @@ def test_every_recorded_machine_has_a_page_and_json(
     assert max(map(len, page.splitlines())) <= 100
 
 
-def test_rates_are_measured_once_and_again_when_asked(
+def test_rates_are_measured_once_and_again_with_fresh(
     measurements: list[float], steps: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert [main(["doctor"]), main(["doctor"]), main(["doctor", "--fresh"])] == [0, 0, 0]
@@ -161,7 +161,7 @@ def test_rates_without_a_clock_are_measured_again_once_it_can_be_measured(
     assert len(measurements) == (1 if ghz is None else 2)
 
 
-def test_a_step_that_cannot_be_measured_is_one_line_and_a_working_page(
+def test_a_step_that_cannot_be_measured_adds_a_note_to_the_page(
     measurements: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(*arguments: object) -> TrainingStep:
@@ -171,7 +171,7 @@ def test_a_step_that_cannot_be_measured_is_one_line_and_a_working_page(
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     reason = "libstoker-avx2.so was not found in /nowhere; reinstall Stoker"
-    assert facts["notes"] == [f"No training step was measured in fp32 and bf16: {reason}."]
+    assert facts["notes"] == [f"The training step in fp32 and bf16 could not be measured: {reason}."]
     assert facts["rates"]["step"] is None
     assert facts["rates"]["bf16_training_gain"] is None
     assert main(["doctor"]) == 0
@@ -180,7 +180,7 @@ def test_a_step_that_cannot_be_measured_is_one_line_and_a_working_page(
     assert "150 GFLOP/s" in page
 
 
-def test_an_unwritable_cache_is_one_sentence_and_a_working_run(
+def test_an_unwritable_cache_adds_a_note_to_the_page(
     measurements: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -191,10 +191,10 @@ def test_an_unwritable_cache_is_one_sentence_and_a_working_run(
     assert len(facts["notes"]) == 1
     assert str(tmp_path / "file" / "cache") in facts["notes"][0]
     assert main(["doctor"]) == 0
-    assert "could not be kept" in capsys.readouterr().out
+    assert "could not be stored" in capsys.readouterr().out
 
 
-def test_json_holds_what_scripts_need(measurements: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_what_scripts_need(measurements: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert set(facts) == {"stoker", "machine", "software", "load", "rates", "verdicts", "notes"}
@@ -208,4 +208,4 @@ def test_json_holds_what_scripts_need(measurements: list[float], capsys: pytest.
     assert facts["rates"]["step"] == dataclasses.asdict(STEP)
     assert facts["rates"]["bf16_training_gain"] == pytest.approx(1.5)
     precision = next(verdict for verdict in facts["verdicts"] if verdict["subject"] == "precision")
-    assert precision["text"].startswith("bf16 trains 1.50 times as fast as fp32 here (measured step: ")
+    assert precision["text"].startswith("bf16 trains 1.50 times as fast as fp32 on this machine (measured step: ")

@@ -61,7 +61,9 @@ def _taken(parser: argparse.ArgumentParser, action: argparse.Action, word: str) 
         return None
 
 
-def test_no_option_takes_a_number_that_is_not_finite_or_beyond_64_bits(parsers: list[argparse.ArgumentParser]) -> None:
+def test_no_option_accepts_a_number_that_is_not_finite_or_beyond_64_bits(
+    parsers: list[argparse.ArgumentParser],
+) -> None:
     assert len(parsers) == len(CALLS) + 2
     numeric = 0
     for parser in parsers:
@@ -78,7 +80,7 @@ def test_no_option_takes_a_number_that_is_not_finite_or_beyond_64_bits(parsers: 
     assert numeric > 60
 
 
-def test_no_option_takes_what_is_not_text(parsers: list[argparse.ArgumentParser]) -> None:
+def test_no_option_accepts_text_that_is_not_utf8(parsers: list[argparse.ArgumentParser]) -> None:
     actions = [(parser, action) for parser in parsers for action in parser._actions if action.nargs != 0]
     assert len(actions) > 100
     for parser, action in actions:
@@ -121,34 +123,36 @@ def test_no_option_takes_what_is_not_text(parsers: list[argparse.ArgumentParser]
     ],
     ids=lambda words: " ".join(words)[:40],
 )
-def test_a_bad_value_is_one_short_sentence_and_exit_code_2(
+def test_a_bad_value_gets_one_short_sentence_and_exit_code_2(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s.py").touch()
     assert main(words) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert len(said) < 500
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert len(message) < 500
     assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
 
 
-def test_a_slots_number_of_5000_digits_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slots_number_of_5000_digits_is_reported_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "s.py").touch()
     for line in (f"localhost slots={'9' * 5000}", f"localhost:{'9' * 5000}", "localhost slots=99999999", "local\0host"):
         (tmp_path / "hosts").write_text(line + "\n")
         assert main(["launch", "-f", str(tmp_path / "hosts"), str(tmp_path / "s.py")]) == 2
-        said = capsys.readouterr().err
-        assert "hosts" in said
-        assert said.count("\n") == 1
-        assert len(said) < 500
+        message = capsys.readouterr().err
+        assert "hosts" in message
+        assert message.count("\n") == 1
+        assert len(message) < 500
 
 
-def test_a_limit_on_the_size_of_files_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_reported_in_one_sentence(tmp_path: Path) -> None:
     code = "import sys; from stoker.cli import main; sys.exit(main(sys.argv[1:]))"
     command = ["bash", "-c", 'ulimit -f 0; exec "$@" > out', "bash", sys.executable, "-c", code]
     done = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         2,
-        "stoker: the output would be larger than files may be here; raise the limit (ulimit -f)\n",
+        "stoker: the output would exceed the maximum file size; raise the limit (ulimit -f)\n",
     )

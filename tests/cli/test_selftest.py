@@ -12,13 +12,13 @@ import pytest
 from stoker.cli import main
 
 
-def test_it_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["ok"] * 3
 
 
-def test_a_level_that_this_cpu_lacks_fails_with_the_reason() -> None:
+def test_an_unsupported_instruction_set_fails_with_the_reason() -> None:
     environment = {**os.environ, "STOKER_ISA": "z80"}
     command = [sys.executable, "-m", "stoker", "selftest"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -27,7 +27,7 @@ def test_a_level_that_this_cpu_lacks_fails_with_the_reason() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_library_that_is_no_library_fails_with_the_reason(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_library_fails_with_the_reason(tmp_path: Path) -> None:
     for level in ("baseline", "avx2", "avx512"):
         (tmp_path / f"libstoker-{level}.so").write_bytes(b"not a library")
     environment = {**os.environ, "STOKER_NATIVE_DIR": str(tmp_path)}
@@ -38,7 +38,7 @@ def test_a_library_that_is_no_library_fails_with_the_reason(tmp_path: Path) -> N
     assert "Traceback" not in done.stderr
 
 
-def test_the_measured_clock_is_one_a_cpu_can_have() -> None:
+def test_the_measured_clock_is_plausible() -> None:
     from stoker.kernels.clock import clock_ghz
 
     ghz = clock_ghz(1)

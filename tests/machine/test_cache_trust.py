@@ -71,7 +71,7 @@ def _mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_what_the_user_wrote_is_read_and_open_to_nobody_else(folder: Path, home: Path) -> None:
+def test_files_of_the_user_are_read_and_private(folder: Path, home: Path) -> None:
     assert _is_read(folder) == (True, True, True)
     for path in (home / ".cache", folder, folder / "features"):
         assert _mode(path) == 0o700
@@ -79,7 +79,7 @@ def test_what_the_user_wrote_is_read_and_open_to_nobody_else(folder: Path, home:
         assert _mode(path) == 0o600
 
 
-def test_a_default_directory_that_others_could_read_is_closed(folder: Path) -> None:
+def test_the_default_directory_is_made_private(folder: Path) -> None:
     folder.chmod(0o755)
     assert _is_read(folder) == (True, True, True)
     cache_directory.save("rates.json", {"value": 2})
@@ -112,7 +112,7 @@ def test_nothing_is_read_below_a_directory_where_others_could_replace_the_cache(
     assert _is_read(folder) == (True, True, True)
 
 
-def test_a_private_group_is_the_user(folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_group_counts_as_the_user(folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_directory, "_group_of_one", lambda gid: True)
     for path in (home, folder, folder / "rates.json"):
         path.chmod(0o770)
@@ -143,7 +143,7 @@ def _spoil(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.root if "user" in how else ()) for how in HOW])
-def test_a_file_that_somebody_else_could_have_written_is_made_anew(
+def test_a_file_that_somebody_else_could_have_written_is_replaced(
     folder: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "sh")
@@ -179,14 +179,14 @@ def test_the_lock_file_is_not_opened_through_a_link(home: Path, monkeypatch: pyt
         _compiled()
 
 
-def test_a_pipe_in_the_place_of_a_file_does_not_hold_up_the_run(home: Path) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(home: Path) -> None:
     os.mkfifo(cache_directory.make_directory() / "rates.json")
     assert cache_directory.load("rates.json") is None
 
 
 @pytest.mark.root
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_code_that_another_user_left_in_an_open_cache_does_not_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_another_user_in_a_writable_cache_is_not_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, marker = home / "open", home / "marker"
     folder.mkdir()
     folder.chmod(0o1777)

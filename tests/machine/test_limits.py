@@ -49,7 +49,7 @@ def test_a_cpuset_of_the_container_narrows_cpus(tree_path: Path) -> None:
     assert Machine.read(root).usable_cpus == tuple(range(8, 16))
 
 
-def test_the_tightest_quota_of_all_ancestors_binds(tree_path: Path) -> None:
+def test_the_lowest_quota_of_all_ancestors_applies(tree_path: Path) -> None:
     root = lay_out(hybrid_laptop(), tree_path)
     write(root, "/sys/fs/cgroup/user.slice/cpu.max", "200000 100000\n")
     write(root, "/sys/fs/cgroup/user.slice/user-1000.slice/cpu.max", "800000 100000\n")
@@ -60,7 +60,7 @@ def test_the_tightest_quota_of_all_ancestors_binds(tree_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["max 100000", "max", "", "0 100000", "100000 0", "-1 100000", "ten 100000"])
-def test_no_quota_and_nonsense_are_no_limit(text: str, tree_path: Path) -> None:
+def test_a_missing_or_malformed_quota_is_no_limit(text: str, tree_path: Path) -> None:
     root = lay_out(container(), tree_path)
     write(root, "/sys/fs/cgroup/cpu.max", text + "\n")
     assert Machine.read(root).quota is None
@@ -80,7 +80,7 @@ def test_without_mountinfo_the_usual_places_are_read(tree_path: Path) -> None:
     assert (machine.quota, machine.limits.shm_size) == (3.5, None)
 
 
-def test_a_quota_below_one_cpu_still_gives_a_thread(tree_path: Path) -> None:
+def test_a_quota_below_one_cpu_gives_one_thread(tree_path: Path) -> None:
     root = lay_out(container(), tree_path)
     write(root, "/sys/fs/cgroup/cpu.max", "50000 100000\n")
     machine = Machine.read(root)
@@ -102,7 +102,7 @@ def test_a_version_1_group_without_limits_is_unlimited(tree_path: Path) -> None:
     assert (group.version, group.quota, group.memory_limit) == ("v1", None, None)
 
 
-def test_ulimits_that_bite_are_named_with_their_flag(tree_path: Path) -> None:
+def test_low_ulimits_are_reported_with_their_flag(tree_path: Path) -> None:
     root = lay_out(hybrid_laptop(), tree_path)
     limits = (root / "proc/self/limits").read_text()
     limits = limits.replace("Max open files            1048576 ", "Max open files            256     ")
@@ -115,5 +115,5 @@ def test_ulimits_that_bite_are_named_with_their_flag(tree_path: Path) -> None:
     assert "100 processes" in found["ulimit -u"]
 
 
-def test_usual_ulimits_bring_no_verdict(tree_path: Path) -> None:
+def test_common_ulimits_give_no_verdict(tree_path: Path) -> None:
     assert set(subjects(Machine.read(lay_out(hybrid_laptop(), tree_path)))) == {"precision", "processes"}

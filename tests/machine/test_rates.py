@@ -48,7 +48,7 @@ def test_measured_rates_are_plausible(measured: Rates, here: Machine) -> None:
     assert measured.torch == torch.__version__
 
 
-def test_measuring_says_each_step_and_leaves_threads_as_they_were(here: Machine) -> None:
+def test_measuring_reports_each_step_and_restores_the_thread_count(here: Machine) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -87,7 +87,7 @@ def test_a_clock_that_cannot_be_measured_is_none(here: Machine) -> None:
 
 
 @pytest.mark.parametrize("gflops", [0.2, 2.0, 150.0, 20_000.0])
-def test_measuring_keeps_to_its_time_on_slow_and_fast_machines(
+def test_measuring_respects_its_time_limit_on_slow_and_fast_machines(
     gflops: float, here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]  # a clock that only the products move
@@ -107,7 +107,7 @@ def test_measuring_keeps_to_its_time_on_slow_and_fast_machines(
     assert found.bandwidth_one == pytest.approx(10.0, rel=0.01)
 
 
-def test_rates_are_kept_per_machine(measured: Rates, here: Machine, recorded: Recorded, cache: Path) -> None:
+def test_rates_are_stored_per_machine(measured: Rates, here: Machine, recorded: Recorded, cache: Path) -> None:
     assert rates.known(here) is None
     assert rates.save(here, measured) is None
     assert rates.known(here) == measured
@@ -115,7 +115,7 @@ def test_rates_are_kept_per_machine(measured: Rates, here: Machine, recorded: Re
     assert [path.name for path in cache.iterdir()] == [f"rates-{here.fingerprint}.json"]  # no temporary file is left
 
 
-def test_a_second_look_only_raises_what_is_kept(measured: Rates, here: Machine, cache: Path) -> None:
+def test_remeasuring_only_raises_stored_rates(measured: Rates, here: Machine, cache: Path) -> None:
     low, high = (dataclasses.replace(measured, fp32_all=value) for value in (0.01, 1e9))
     rates.save(here, low)
     found = remeasure(here, low, clock=None, seconds=0.1)
@@ -126,7 +126,7 @@ def test_a_second_look_only_raises_what_is_kept(measured: Rates, here: Machine, 
 
 
 @pytest.mark.parametrize(("bf16", "rate", "ghz"), [(False, "fp32_all", "clock_all"), (True, "bf16_all", "clock_bf16")])
-def test_a_second_look_takes_the_clock_with_the_product(
+def test_remeasuring_updates_product_and_clock_together(
     bf16: bool, rate: str, ghz: str, measured: Rates, here: Machine, cache: Path
 ) -> None:
     low = dataclasses.replace(measured, **{rate: 0.001, ghz: 2.5})
@@ -136,7 +136,7 @@ def test_a_second_look_takes_the_clock_with_the_product(
         assert found == dataclasses.replace(low, **{rate: getattr(found, rate), ghz: expected})
 
 
-def test_the_training_step_is_kept_with_the_rates(measured: Rates, here: Machine, cache: Path) -> None:
+def test_the_training_step_is_stored_with_the_rates(measured: Rates, here: Machine, cache: Path) -> None:
     assert rates.bf16_training_gain(here) is None
     rates.save(here, measured)
     assert rates.bf16_training_gain(here) is None
@@ -161,7 +161,7 @@ def test_the_training_step_is_kept_with_the_rates(measured: Rates, here: Machine
         {"new": 1.0},
     ],
 )
-def test_a_step_of_another_version_or_a_spoilt_one_is_dropped_and_the_rates_stay(
+def test_an_outdated_or_damaged_step_is_dropped_and_the_rates_are_kept(
     change: dict[str, object], measured: Rates, here: Machine, cache: Path
 ) -> None:
     rates.save(here, dataclasses.replace(measured, step=STEP))
@@ -182,7 +182,7 @@ def test_a_file_of_the_first_format_is_measured_again(measured: Rates, here: Mac
 
 
 @pytest.mark.parametrize("name", LOWERED_BY)
-def test_rates_measured_with_fewer_instructions_stay_apart(
+def test_rates_measured_with_fewer_instruction_sets_are_stored_separately(
     name: str, measured: Rates, here: Machine, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "avx2")
@@ -212,7 +212,7 @@ def test_rates_of_another_torch_are_not_used(measured: Rates, here: Machine, cac
         lambda data: "\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
     ],
 )
-def test_a_spoilt_cache_file_reads_as_none(
+def test_a_damaged_cache_file_counts_as_missing(
     spoil: Callable[[dict[str, object]], str], measured: Rates, here: Machine, cache: Path
 ) -> None:
     rates.save(here, measured)
@@ -221,7 +221,7 @@ def test_a_spoilt_cache_file_reads_as_none(
     assert rates.known(here) is None
 
 
-def test_a_cache_that_cannot_be_written_gives_one_sentence(
+def test_a_cache_that_cannot_be_written_is_reported_in_one_sentence(
     measured: Rates, here: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -31,7 +31,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_shape_is_read_as_lscpu_shows_it(name: str, recorded: Recorded) -> None:
+def test_the_topology_is_the_one_that_lscpu_shows(name: str, recorded: Recorded) -> None:
     machine = recorded(name)
     found = (
         machine.sockets,
@@ -45,7 +45,7 @@ def test_the_shape_is_read_as_lscpu_shows_it(name: str, recorded: Recorded) -> N
     assert found == SHAPES[name]
 
 
-def test_every_recorded_machine_has_an_expected_shape() -> None:
+def test_every_recorded_machine_has_an_expected_topology() -> None:
     assert set(SHAPES) == set(MACHINES)
 
 
@@ -86,14 +86,14 @@ def test_sapphire_rapids_with_four_nodes_per_socket(recorded: Recorded) -> None:
     assert len(last[0].cpus) == 112
 
 
-def test_genoa_shares_its_last_cache_by_eight_cores(recorded: Recorded) -> None:
+def test_eight_cores_of_genoa_share_a_last_level_cache(recorded: Recorded) -> None:
     last = [cache for cache in recorded("genoa").caches if cache.level == 3]
     assert len(last) == 24
     assert last[1].cpus == (*range(8, 16), *range(200, 208))
     assert sum(cache.level == 2 for cache in recorded("genoa").caches) == 192
 
 
-def test_hybrid_laptop_keeps_efficiency_cores_apart(recorded: Recorded) -> None:
+def test_efficiency_cores_of_a_hybrid_laptop_are_recognised(recorded: Recorded) -> None:
     machine = recorded("hybrid_laptop")
     assert machine.hybrid
     assert [cpu.number for cpu in machine.cpus if cpu.kind == "efficiency"] == list(range(12, 20))
@@ -102,7 +102,7 @@ def test_hybrid_laptop_keeps_efficiency_cores_apart(recorded: Recorded) -> None:
     assert sizes[-1][0] == (16, 17, 18, 19)
 
 
-def test_arm_big_little_is_told_apart_by_capacity(tree_path: Path) -> None:
+def test_arm_efficiency_cores_are_recognised_by_capacity(tree_path: Path) -> None:
     from dataclasses import replace
 
     from machine.recorded.layout import lay_out
@@ -122,7 +122,7 @@ def test_graviton_is_named_by_its_part_number(recorded: Recorded) -> None:
 
 
 @pytest.mark.parametrize(("name", "version"), [("container", "v2"), ("container_v1", "v1")])
-def test_a_container_is_held_to_its_limits(name: str, version: str, recorded: Recorded) -> None:
+def test_the_limits_of_a_container_apply(name: str, version: str, recorded: Recorded) -> None:
     machine = recorded(name)
     group = machine.limits.cgroup
     assert (group.version, group.quota, group.memory_limit) == (version, 3.5, 8 << 30)
@@ -136,7 +136,7 @@ def test_a_container_is_held_to_its_limits(name: str, version: str, recorded: Re
     assert found["memory limit"].level == "advice"
 
 
-def test_a_shared_memory_mount_without_size_holds_half_the_memory(recorded: Recorded) -> None:
+def test_a_shared_memory_mount_without_a_size_has_half_of_the_memory(recorded: Recorded) -> None:
     assert recorded("avx2_vm").limits.shm_size == 16374552 * 1024 // 2
 
 
@@ -194,7 +194,7 @@ def test_facts_become_json_and_fingerprints_are_stable(name: str, recorded: Reco
     assert recorded(name).fingerprint == machine.fingerprint
 
 
-def test_fingerprints_tell_machines_apart(recorded: Recorded) -> None:
+def test_fingerprints_differ_between_machines(recorded: Recorded) -> None:
     # The two containers differ in nothing that a measurement could see.
     names = [name for name in MACHINES if name != "container_v1"]
     assert len({recorded(name).fingerprint for name in names}) == len(names)

@@ -1,4 +1,4 @@
-"""Launchers are told apart by what they answer, and this environment is seen as it is."""
+"""Launchers are recognised by their version output, and the current environment is read correctly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPEN_5 = "mpirun (Open MPI) 5.0.11rc1\n"
         ("", "unknown", None),
     ],
 )
-def test_launchers_are_told_apart_by_their_answer(answer: str, kind: str, version: str | None) -> None:
+def test_launchers_are_recognised_by_their_version_output(answer: str, kind: str, version: str | None) -> None:
     assert recognise(answer) == (kind, version)
 
 
@@ -46,7 +46,7 @@ def _program(directory: Path, name: str, body: str) -> Path:
     return file
 
 
-def test_launchers_are_found_on_the_path_and_asked(tmp_path: Path) -> None:
+def test_launchers_on_the_path_are_found_with_their_version(tmp_path: Path) -> None:
     mpirun = _program(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     (tmp_path / "mpiexec").symlink_to(mpirun)
     _program(tmp_path, "srun", "exit 7")
@@ -56,23 +56,21 @@ def test_launchers_are_found_on_the_path_and_asked(tmp_path: Path) -> None:
     assert found["srun"].kind == "unknown"
 
 
-def test_a_launcher_that_calls_its_neighbours_is_recognised_off_the_path(tmp_path: Path) -> None:
+def test_a_launcher_outside_path_that_calls_its_neighbours_is_recognised(tmp_path: Path) -> None:
     _program(tmp_path, "mpirun", "mpiexec.hydra --version")
     _program(tmp_path, "mpiexec.hydra", f"cat <<'END'\n{INTEL}END")
     found = find_launchers(str(tmp_path))[0]
     assert (found.kind, found.version) == ("Intel MPI", "2021.18")
 
 
-def test_a_launcher_that_never_answers_does_not_hold_up_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_that_hangs_does_not_delay_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.machine.launchers._SECONDS", 0.2)
     _program(tmp_path, "mpirun", "exec sleep 60")
     found = [launcher for launcher in find_launchers(str(tmp_path)) if launcher.program == "mpirun"]
     assert found[0].kind == "unknown"
 
 
-def test_this_environment_is_seen_as_it_is() -> None:
+def test_the_current_environment_is_read_correctly() -> None:
     import torch
 
     found = read_software()

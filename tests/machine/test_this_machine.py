@@ -38,7 +38,7 @@ def test_usable_cpus_are_those_of_the_scheduler() -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU only")
-def test_taskset_is_seen() -> None:
+def test_taskset_is_respected() -> None:
     cpu = min(os.sched_getaffinity(0))
     code = f"import os; os.sched_setaffinity(0, {{{cpu}}}); import stoker; print(stoker.Machine.read().usable_cpus)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

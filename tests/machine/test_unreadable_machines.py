@@ -17,7 +17,7 @@ from machine.recorded.layout import lay_out, write
 from machine.recorded.machines import container, hybrid_laptop
 from stoker.machine import Machine
 from stoker.machine.doctor_page import doctor_page, print_page
-from stoker.machine.tree import parse_cpu_list, parse_size
+from stoker.machine.tree import format_cpu_list, parse_cpu_list, parse_size
 from stoker.machine.verdicts import Evidence, verdicts
 
 
@@ -43,7 +43,7 @@ def test_a_root_that_does_not_exist_is_all_unknown(tree_path: Path) -> None:
 @pytest.mark.parametrize(
     "gone", ["proc", "sys", "sys/fs", "sys/devices/system/node", "sys/devices/system/cpu", "proc/self"]
 )
-def test_a_machine_without_one_of_its_trees_still_has_a_page(gone: str, tree_path: Path) -> None:
+def test_a_machine_without_proc_or_sys_still_has_a_page(gone: str, tree_path: Path) -> None:
     root = lay_out(hybrid_laptop(), tree_path)
     shutil.rmtree(root / gone)
     machine = Machine.read(root)
@@ -122,8 +122,9 @@ def test_garbage_in_any_file_raises_nothing(garbage: bytes, which: int, tree_pat
         ("-1", None),
     ],
 )
-def test_cpu_lists_are_read_as_the_kernel_writes_them(text: str, cpus: tuple[int, ...] | None) -> None:
+def test_cpu_lists_are_parsed_and_formatted_as_the_kernel_writes_them(text: str, cpus: tuple[int, ...] | None) -> None:
     assert parse_cpu_list(text) == cpus
+    assert cpus is None or parse_cpu_list(format_cpu_list(cpus)) == cpus
 
 
 @pytest.mark.parametrize(("text", "size"), [("48K", 49152), ("2M", 2 << 20), ("17", 17), ("big", None), ("", None)])

@@ -40,7 +40,7 @@ def test_more_threads_than_cores_are_a_warning(recorded: Recorded) -> None:
     found = judge(
         recorded("container"), software=replace(SOFTWARE, torch=replace(TORCH, threads=64, capability="AVX2"))
     )
-    assert "64 threads where 3 can run" in found["oversubscription"].text
+    assert "64 threads, but only 3 can run at once" in found["oversubscription"].text
     assert found["oversubscription"].action == "Run with OMP_NUM_THREADS=3."
 
 
@@ -49,17 +49,17 @@ def test_one_thread_on_many_cores_is_a_warning(recorded: Recorded) -> None:
     assert "1 of 80 cores" in judge(recorded("ice_lake"), software=software)["threads"].text
 
 
-def test_a_torch_that_does_not_import_is_told(recorded: Recorded) -> None:
+def test_a_torch_that_cannot_be_imported_is_a_warning(recorded: Recorded) -> None:
     software = replace(SOFTWARE, torch=None, torch_error="libtorch_cpu.so: cannot open shared object file")
     assert "libtorch_cpu.so" in judge(recorded("ice_lake"), software=software)["torch"].text
 
 
-def test_a_torch_held_below_the_cpu_is_told(recorded: Recorded) -> None:
+def test_a_torch_limited_to_older_instructions_is_a_warning(recorded: Recorded) -> None:
     software = replace(SOFTWARE, torch=replace(TORCH, capability="DEFAULT"))
     assert "AVX512" in judge(recorded("ice_lake"), software=software)["torch"].text
 
 
-def test_bf16_units_that_torch_does_not_reach_are_told(recorded: Recorded) -> None:
+def test_unused_bf16_units_are_a_warning(recorded: Recorded) -> None:
     found = judge(recorded("genoa"), rates=RATES)["precision"]
     assert found.level == "warning"
     assert "bf16 90, fp32 4,000" in found.text
@@ -79,20 +79,20 @@ SLOW_PRODUCTS, FAST_PRODUCTS = 3.0, 9000.0
     ("name", "bf16_all", "fp32", "bf16", "level", "line", "action"),
     [
         # no bf16 units
-        ("ice_lake", SLOW_PRODUCTS, 0.2, 0.198, "good", "fp32 and bf16 train equally fast here",
+        ("ice_lake", SLOW_PRODUCTS, 0.2, 0.198, "good", "fp32 and bf16 train equally fast on this machine",
          "Use fp32, or bf16 where memory is short."),
-        ("ice_lake", SLOW_PRODUCTS, 0.216, 0.2, "good", "bf16 trains 1.08 times as fast as fp32 here",
+        ("ice_lake", SLOW_PRODUCTS, 0.216, 0.2, "good", "bf16 trains 1.08 times as fast as fp32 on this machine",
          "Use fp32, or bf16 where memory is short."),
-        ("ice_lake", SLOW_PRODUCTS, 0.2, 0.3, "good", "fp32 trains 1.50 times as fast as bf16 here", "Use fp32."),
-        ("ice_lake", SLOW_PRODUCTS, 0.3, 0.2, "good", "bf16 trains 1.50 times as fast as fp32 here", "Use bf16."),
+        ("ice_lake", SLOW_PRODUCTS, 0.2, 0.3, "good", "fp32 trains 1.50 times as fast as bf16 on this machine", "Use fp32."),
+        ("ice_lake", SLOW_PRODUCTS, 0.3, 0.2, "good", "bf16 trains 1.50 times as fast as fp32 on this machine", "Use bf16."),
         # AVX512-BF16
-        ("genoa", FAST_PRODUCTS, 0.3, 0.2, "good", "bf16 trains 1.50 times as fast as fp32 here", "Use bf16."),
-        ("genoa", FAST_PRODUCTS, 0.22, 0.2, "advice", "bf16 trains 1.10 times as fast as fp32 here", "Use fp32."),
-        ("genoa", FAST_PRODUCTS, 0.2, 0.25, "advice", "fp32 trains 1.25 times as fast as bf16 here", "Use fp32."),
-        ("genoa", SLOW_PRODUCTS, 0.2, 0.25, "warning", "fp32 trains 1.25 times as fast as bf16 here",
+        ("genoa", FAST_PRODUCTS, 0.3, 0.2, "good", "bf16 trains 1.50 times as fast as fp32 on this machine", "Use bf16."),
+        ("genoa", FAST_PRODUCTS, 0.22, 0.2, "advice", "bf16 trains 1.10 times as fast as fp32 on this machine", "Use fp32."),
+        ("genoa", FAST_PRODUCTS, 0.2, 0.25, "advice", "fp32 trains 1.25 times as fast as bf16 on this machine", "Use fp32."),
+        ("genoa", SLOW_PRODUCTS, 0.2, 0.25, "warning", "fp32 trains 1.25 times as fast as bf16 on this machine",
          "Use fp32, or a newer torch."),
         # AMX
-        ("sapphire_rapids_4", FAST_PRODUCTS, 0.084, 0.03, "good", "bf16 trains 2.80 times as fast as fp32 here",
+        ("sapphire_rapids_4", FAST_PRODUCTS, 0.084, 0.03, "good", "bf16 trains 2.80 times as fast as fp32 on this machine",
          "Use bf16."),
     ],
 )  # fmt: skip
@@ -114,13 +114,13 @@ def test_a_step_measured_beside_other_programs_says_so(recorded: Recorded) -> No
     assert "(measured step while other programs ran: fp32 300 ms, bf16 200 ms)" in found["precision"].text
 
 
-def test_load_and_stolen_time_are_told(recorded: Recorded) -> None:
+def test_load_and_stolen_time_are_warnings(recorded: Recorded) -> None:
     found = judge(recorded("ice_lake"), load=Load(busy=90.0, stolen=30.0, cpus=160))
     assert "90.0 of 160" in found["load"].text
     assert "30.0 of 160" in found["stolen time"].text
 
 
-def test_load_is_the_difference_of_two_looks() -> None:
+def test_load_is_the_difference_of_two_readings() -> None:
     #         user nice system idle iowait irq softirq steal
     first = ((100, 0, 50, 1000, 10, 0, 0, 0), 4)
     second = ((130, 0, 60, 1040, 10, 0, 0, 20), 4)
@@ -129,7 +129,7 @@ def test_load_is_the_difference_of_two_looks() -> None:
     assert between(first, first) is None
 
 
-def test_a_crashing_debug_setting_is_told_for_the_version_it_crashes(recorded: Recorded) -> None:
+def test_a_crashing_debug_setting_is_a_warning_for_that_version_of_torch(recorded: Recorded) -> None:
     environment = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     machine = recorded("ice_lake")
     assert "environment" in judge(machine, software=SOFTWARE, environment=environment)
@@ -154,7 +154,7 @@ def test_versions_that_clash_say_what_to_install(versions: dict[str, str], insta
     assert all(version in found.text for version in versions.values())
 
 
-def test_versions_that_fit_bring_nothing() -> None:
+def test_compatible_versions_give_no_verdict() -> None:
     good = {
         "intel_extension_for_pytorch": "2.8.0",
         "torch": "2.8.1",

@@ -23,17 +23,17 @@ NODE = Node(step=2.0, processes=2, parameters=109_000_000, collectives=FAST, cor
 
 
 @pytest.mark.parametrize(("text", "gbit"), [("10gbit", 10), ("500mbit", 0.5), ("2.5 Gbit/s", 2.5), ("1tbit", 1000)])
-def test_networks_are_named_by_their_rate(text: str, gbit: float) -> None:
+def test_networks_are_parsed_by_their_rate(text: str, gbit: float) -> None:
     assert Network.parse(text).gbit == gbit
 
 
 @pytest.mark.parametrize("text", ["10", "fast", "0gbit", "-1gbit", "10gbyte"])
-def test_what_is_no_rate_is_refused(text: str) -> None:
+def test_an_invalid_rate_is_rejected(text: str) -> None:
     with pytest.raises(UserError, match="is not a rate"):
         Network.parse(text)
 
 
-def test_local_sgd_is_the_node_and_a_share_of_one_exchange() -> None:
+def test_a_local_sgd_step_is_the_nodes_step_and_a_share_of_one_exchange() -> None:
     # 2 nodes: each sends all gradients once; 109 M x 4 bytes at 94% of 1 Gbit/s, and the latency of a handful of messages.
     exchange = 109e6 * 4 / (0.94e9 / 8) + 2 * 4.36 * 100e-6
     apply = 109e6 * 4 * 0.5e-9 / 16 * 2
@@ -41,7 +41,7 @@ def test_local_sgd_is_the_node_and_a_share_of_one_exchange() -> None:
     assert found.step == pytest.approx(2.0 + (exchange + apply) / 8, rel=1e-6)
 
 
-def test_waiting_hides_behind_the_backward_pass_but_for_what_is_ready_last() -> None:
+def test_waiting_overlaps_with_the_backward_pass_except_for_what_is_ready_last() -> None:
     network = Network.parse("10gbit", latency=0.0)
     traffic = 109e6 * 4
     busy = traffic * 0.4e-9 / 16
@@ -55,7 +55,7 @@ def test_waiting_hides_behind_the_backward_pass_but_for_what_is_ready_last() -> 
 @given(
     st.integers(1, 512), st.sampled_from(["100mbit", "1gbit", "10gbit", "100gbit"]), st.booleans(), st.integers(0, 64)
 )
-def test_talking_never_makes_a_step_shorter(nodes: int, rate: str, small: bool, every: int) -> None:
+def test_communication_never_makes_a_step_shorter(nodes: int, rate: str, small: bool, every: int) -> None:
     setup = Setup(compression="bf16" if small else "none", local_sgd=every)
     found = predict(NODE, Network.parse(rate), nodes, setup)
     assert found.step >= NODE.step
@@ -70,7 +70,7 @@ def test_advice_changes_the_mathematics_no_more_than_needed() -> None:
     def advised(rate: str) -> Setup:
         return plan(NODE, Network.parse(rate), [4], job)[0].advised.setup
 
-    assert advised("100gbit").words == "plain DDP"
+    assert advised("100gbit").label == "plain DDP"
     assert advised("100mbit").local_sgd > 0
     assert advised("100mbit").local_sgd > advised("1gbit").local_sgd > 0
 
@@ -82,7 +82,7 @@ def test_cost_is_the_time_of_all_nodes() -> None:
     assert f"{row.cost:.2f}" in table([row], price=True)
 
 
-def test_node_counts_double_and_end_where_asked() -> None:
+def test_node_counts_double_up_to_the_last() -> None:
     assert node_counts("1..64") == [1, 2, 4, 8, 16, 32, 64]
     assert node_counts("3..20") == [3, 6, 12, 20]
     assert node_counts("5..5") == [5]
@@ -93,11 +93,11 @@ def test_node_counts_double_and_end_where_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--network", "fast"], "is not a rate"),
         (["--nodes", "0..3"], "--nodes"),
-        (["--step", "2"], "--step and --parameters go together"),
+        (["--step", "2"], "--step and --parameters must be given together"),
         (["--out", "plan.gif"], ".svg, .png or .pdf"),
         (["--out", "/nowhere/plan.svg"], "there is no folder"),
         (["--batch", "0"], "whole number above 0"),
@@ -108,24 +108,26 @@ def test_node_counts_double_and_end_where_asked() -> None:
         (["--model", "/nowhere/model"], "--model '/nowhere/model'"),
     ],
 )
-def test_mistakes_are_answered_by_a_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_reported_in_one_sentence(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *words]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert "Traceback" not in told
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "Traceback" not in shown
 
 
-def test_a_machine_that_is_not_this_one_can_be_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_machine_can_be_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.svg"
     words = ["--nodes", "1..8", "--network", "10gbit", "--step", "1.9", "--parameters", "109e6", "--price", "0.5"]
     assert main(["plan", *words, "--out", str(out)]) == 0
-    told = capsys.readouterr().out
-    assert [line.split()[0] for line in told.splitlines() if line.lstrip()[:1].isdigit()] == ["1", "2", "4", "8"]
-    assert "advice:" in told
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines() if line.lstrip()[:1].isdigit()] == ["1", "2", "4", "8"]
+    assert "advice:" in shown
     assert "</svg>" in out.read_text()
 
 
-def test_the_plan_is_told_to_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_is_available_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--nodes",
         "1,4",
@@ -140,12 +142,12 @@ def test_the_plan_is_told_to_programs_too(capsys: pytest.CaptureFixture[str]) ->
         "--json",
     ]
     assert main(["plan", *words]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [row["nodes"] for row in told["nodes"]] == [1, 4]
-    assert "--local_sgd" in told["nodes"][1]["advised"]["flags"]
-    assert told["nodes"][0]["advised"]["flags"] == ""
-    assert told["nodes"][1]["cost"] > 0
-    assert told["node"]["step"] == 1.9
+    shown = json.loads(capsys.readouterr().out)
+    assert [row["nodes"] for row in shown["nodes"]] == [1, 4]
+    assert "--local_sgd" in shown["nodes"][1]["advised"]["flags"]
+    assert shown["nodes"][0]["advised"]["flags"] == ""
+    assert shown["nodes"][1]["cost"] > 0
+    assert shown["node"]["step"] == 1.9
 
 
 def test_an_epoch_takes_whole_steps() -> None:
@@ -163,17 +165,17 @@ def test_rows_fit_the_model_and_keep_their_mean(length: int) -> None:
     assert rows["input_ids"].max() < 100
 
 
-def test_a_second_thread_of_a_core_is_no_core_to_plan_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smt_siblings_are_not_counted_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = (SimpleNamespace(cpus=(0, 2)), SimpleNamespace(cpus=(1, 3)))
     monkeypatch.setattr(link_rates, "this_machine", lambda: SimpleNamespace(usable_cores=cores))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     assert link_rates.usable_cores() == [0, 1]
 
 
-def test_what_a_measurement_died_of_is_told() -> None:
-    assert "want of memory" in link_rates._why(-9, "")
-    assert link_rates._why(1, "Traceback\nstoker.errors.UserError: --model 'x': no") == "--model 'x': no"
-    assert link_rates._why(1, "IndexError: 7") == "the measurement failed: IndexError: 7"
+def test_the_reason_of_a_failed_measurement_is_reported() -> None:
+    assert "memory ran out" in link_rates._failure_reason(-9, "")
+    assert link_rates._failure_reason(1, "Traceback\nstoker.errors.UserError: --model 'x': no") == "--model 'x': no"
+    assert link_rates._failure_reason(1, "IndexError: 7") == "the measurement failed: IndexError: 7"
 
 
 def test_this_machine_is_measured_once(capsys: pytest.CaptureFixture[str]) -> None:

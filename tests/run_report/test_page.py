@@ -57,7 +57,7 @@ class Page(HTMLParser):
                 self.ids.append(value)
 
 
-def test_the_page_holds_everything_loads_nothing_and_escapes_what_it_shows(tmp_path: Path) -> None:
+def test_the_page_is_self_contained_and_escapes_its_content(tmp_path: Path) -> None:
     log_a_run(tmp_path)
     text = write_report(tmp_path).read_text()
     page = Page()
@@ -80,7 +80,9 @@ def test_the_page_holds_everything_loads_nothing_and_escapes_what_it_shows(tmp_p
     assert "#0a0b" not in text, "every stand-in colour became a variable"
 
 
-def test_a_killed_runs_page_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_a_killed_run_says_that_it_did_not_finish(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log_a_run(tmp_path, finished=False)
     with open(tmp_path / "run.jsonl", "a") as file:
         file.write('{"kind": "step", "st')
@@ -91,22 +93,22 @@ def test_a_killed_runs_page_says_so(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
 
 
-def test_an_almost_empty_log_makes_a_page_too(tmp_path: Path) -> None:
+def test_an_almost_empty_log_gives_a_page(tmp_path: Path) -> None:
     RunLog(tmp_path).write("start")
-    assert "Nothing was logged yet" in write_report(tmp_path).read_text()
+    assert "Nothing has been logged yet" in write_report(tmp_path).read_text()
 
 
-def test_a_page_that_has_no_place_is_one_sentence(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_reported_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_text('{"kind": "start"}\n')
     with pytest.raises(UserError, match=r"none/page\.html cannot be written: there is no folder"):
         write_report(tmp_path, tmp_path / "none" / "page.html")
 
 
-def test_a_folder_without_a_log_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_log_is_reported_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "holds no run.jsonl" in capsys.readouterr().err
+    assert "has no run.jsonl" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 def browse(page: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -133,7 +135,7 @@ addEventListener("load", () => {
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
 @pytest.mark.parametrize("width", [390, 1200])
-def test_in_a_browser_the_page_is_not_blank_and_fits_its_width(tmp_path: Path, width: int, scheme: int) -> None:
+def test_the_page_renders_in_a_browser_and_fits_its_width(tmp_path: Path, width: int, scheme: int) -> None:
     from PIL import Image
 
     log_a_run(tmp_path)

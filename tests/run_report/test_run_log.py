@@ -31,7 +31,7 @@ def test_a_log_cut_at_any_byte_still_reads(tmp_path: Path) -> None:
         assert read_run(tmp_path).steps[-1]["step"] == 99, "a torn line does not swallow the next"
 
 
-def test_a_resumed_run_replaces_what_it_did_again(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_repeated_steps(tmp_path: Path) -> None:
     log = write_run(tmp_path)
     log.write("start", resumed_at=4)
     log.write("step", step=5, loss=0.7)
@@ -45,7 +45,7 @@ def test_a_resumed_run_replaces_what_it_did_again(tmp_path: Path) -> None:
     assert run.start["command"] == "stoker train qa"
 
 
-def test_numbers_that_json_cannot_hold_become_text(tmp_path: Path) -> None:
+def test_numbers_that_json_cannot_represent_become_text(tmp_path: Path) -> None:
     RunLog(tmp_path).write("step", step=1, loss=float("nan"), grad_norm=float("inf"))
     assert read_run(tmp_path).steps[0]["loss"] == "nan"
 
@@ -56,14 +56,14 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_an_older_runs_log_is_kept_aside(tmp_path: Path) -> None:
+def test_the_log_of_an_earlier_run_is_renamed(tmp_path: Path) -> None:
     log = write_run(tmp_path)
     log.start_over()
     assert not (tmp_path / NAME).exists()
     assert (tmp_path / (NAME + ".old")).exists()
 
 
-def test_shares_are_held_against_the_peak_found_last(tmp_path: Path) -> None:
+def test_shares_refer_to_the_last_peak(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.write("start")
     log.write("step", step=1, share_of_peak=0.9, peak=100e9)

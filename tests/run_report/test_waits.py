@@ -17,14 +17,14 @@ def log_waits(folder: Path) -> RunLog:
     return log
 
 
-def test_the_page_shows_who_was_waited_for(tmp_path: Path) -> None:
+def test_the_page_shows_which_rank_others_waited_for(tmp_path: Path) -> None:
     log_waits(tmp_path)
     text = write_report(tmp_path).read_text()
     assert "rank 0 in 1 of 4 steps, rank 1 in 3 of 4 steps" in text
     assert '<tr><td>4</td><td>rank 1</td><td class="count">500</td><td class="count">0</td></tr>' in text
 
 
-def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
+def test_repeated_steps_count_once(tmp_path: Path) -> None:
     log = log_waits(tmp_path)
     log.write("start", resumed_at=2)
     log.write("waits", step=3, seconds=0.5, rows=[[3, 0, 0.0, 1.0]])
@@ -33,12 +33,12 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     assert blamed == [1, 2]
 
 
-def test_a_run_of_one_process_says_nothing_of_it(tmp_path: Path) -> None:
+def test_a_run_of_one_process_has_no_waits(tmp_path: Path) -> None:
     RunLog(tmp_path).write("start", task="qa")
     assert "waited" not in write_report(tmp_path).read_text()
 
 
-def test_between_the_averages_of_local_sgd_nobody_is_to_blame(tmp_path: Path) -> None:
+def test_steps_between_averages_of_local_sgd_have_no_waits(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.write("start", task="qa")
     log.write(

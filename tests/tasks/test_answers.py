@@ -53,7 +53,7 @@ def windows() -> Windows:
     )
 
 
-def test_equal_logits_are_chosen_from_as_the_usual_recipe_does() -> None:
+def test_ties_are_broken_as_run_qa_breaks_them() -> None:
     windows = make_windows(
         make_world(12, seed=5, training=False), wordpiece(), max_seq_length=160, doc_stride=32, training=False
     )
@@ -66,7 +66,7 @@ def test_equal_logits_are_chosen_from_as_the_usual_recipe_does() -> None:
 
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize(("n_best", "longest"), [(20, 30), (5, 4), (1, 1), (200, 300)])
-def test_the_answers_are_those_of_the_usual_recipe(windows: Windows, negative: bool, n_best: int, longest: int) -> None:
+def test_the_answers_are_those_of_run_qa(windows: Windows, negative: bool, n_best: int, longest: int) -> None:
     for seed in range(6 if n_best < 100 else 1):
         logits = random_logits(windows, seed, scale=3.0)
         threshold = (seed - 3) * 0.7
@@ -79,7 +79,7 @@ def test_the_answers_are_those_of_the_usual_recipe(windows: Windows, negative: b
             assert sum(candidate.probability for candidate in answer.candidates) == pytest.approx(1.0)
 
 
-def test_a_clear_signal_is_found_in_whichever_window_it_is(windows: Windows) -> None:
+def test_a_clear_signal_is_found_in_any_window(windows: Windows) -> None:
     logits = random_logits(windows, 1, scale=0.1)
     window = int(np.nonzero(windows.rows[:, 0] == 3)[0][-1])
     at, spans = windows.context_of(window)

@@ -33,7 +33,9 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_model_of_few_positions_reads_a_long_text_in_pieces(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_with_few_positions_reads_a_long_text_in_windows(
+    short: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["ask", "--model", str(short), "--text", TEXT, "--question", "Who founded Torwick?"]) == 0
     assert "score" in capsys.readouterr().out
 
@@ -41,7 +43,7 @@ def test_a_model_of_few_positions_reads_a_long_text_in_pieces(short: Path, capsy
 @pytest.mark.parametrize(
     "words", [["--text", "Ada \udce9", "--question", "Who?"], ["--text", "Ada", "--question", "\udce9"]]
 )
-def test_words_that_are_not_utf8_are_one_sentence(
+def test_arguments_that_are_not_utf8_are_reported_in_one_sentence(
     short: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ask", "--model", str(short), *words]) == 2
@@ -49,7 +51,7 @@ def test_words_that_are_not_utf8_are_one_sentence(
 
 
 @pytest.mark.parametrize("words", [["--file", "-", "--question", "Who?"], ["--text", "Ada wrote it."]])
-def test_standard_input_that_is_not_utf8_is_one_sentence(
+def test_standard_input_that_is_not_utf8_is_reported_in_one_sentence(
     short: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Who wrote \xe9t\xe9?\n"), encoding="utf-8"))
@@ -58,7 +60,7 @@ def test_standard_input_that_is_not_utf8_is_one_sentence(
 
 
 @pytest.mark.parametrize("no_answer", [False, True])
-def test_where_no_two_tokens_make_an_answer_none_is_shown(no_answer: bool) -> None:
+def test_no_answer_is_shown_if_no_pair_of_tokens_is_valid(no_answer: bool) -> None:
     def only_the_question(input_ids: torch.Tensor, **rest: Any) -> Any:
         """Prefers the first tokens, which are the question's, by far."""
         logits = -torch.arange(input_ids.shape[1], dtype=torch.float32).expand(input_ids.shape)
@@ -69,5 +71,5 @@ def test_where_no_two_tokens_make_an_answer_none_is_shown(no_answer: bool) -> No
     assert (answer.text, answer.chosen.end) == ("", 0)
     console = Console(file=io.StringIO())
     show(console, answer, "Elusa Halostone.")
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert said == "no answer was found\n"
+    message = console.file.getvalue()  # type: ignore[attr-defined]
+    assert message == "no answer found\n"

@@ -38,7 +38,7 @@ def test_columns_are_found_by_task_or_by_name(
 def test_named_columns_must_exist() -> None:
     with pytest.raises(UserError, match=r"no column 'body' \(--text_column_names\); the columns are a, b"):
         choose_columns(["a", "b"], ["body"], None, None)
-    with pytest.raises(UserError, match="which columns hold the text"):
+    with pytest.raises(UserError, match="no column looks like a text"):
         choose_columns(["a", "b"], None, None, None)
 
 
@@ -63,28 +63,28 @@ def test_bad_rows_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize(
-    ("label", "regression", "said"),
+    ("label", "regression", "message"),
     [
         ([1], False, "its label is a list"),
-        (float("nan"), True, "its label nan is no number"),
-        ("x", True, "is no number"),
+        (float("nan"), True, "its label nan is not a number"),
+        ("x", True, "is not a number"),
     ],
 )
-def test_a_label_that_is_none_is_a_bad_row(
-    tmp_path: Path, label: object, regression: bool, said: str, caplog: pytest.LogCaptureFixture
+def test_a_missing_or_invalid_label_is_a_bad_row(
+    tmp_path: Path, label: object, regression: bool, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"text": "fine", "label": n % 2} for n in range(200)] + [{"text": "fine", "label": label}]
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     with caplog.at_level("WARNING", logger="stoker"):
         assert len(read_examples(path, regression=regression)) == 200
-    assert said in caplog.text
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize(
     ("labels", "fractions"), [(("0", "0.5"), True), (("0.0", "1.0"), False), (("no", "0.5"), False)]
 )
-def test_numbers_with_fractions_are_not_taken_for_classes(labels: tuple[str, ...], fractions: bool) -> None:
+def test_fractional_labels_are_not_treated_as_classes(labels: tuple[str, ...], fractions: bool) -> None:
     from stoker.tasks.classify.train import _are_fractions
 
     assert _are_fractions(labels) is fractions
@@ -111,7 +111,7 @@ def test_minus_one_is_a_label_like_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [wordpiece, byte_level], ids=["wordpiece", "byte level"])
 @pytest.mark.parametrize("length", [12, 13, 20, 64])
-def test_long_rows_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path, kind: object, length: int) -> None:
+def test_long_rows_are_truncated_as_the_tokenizer_does(tmp_path: Path, kind: object, length: int) -> None:
     tokenizer = kind()  # type: ignore[operator]
     words = [
         "the",
@@ -165,7 +165,7 @@ def test_an_error_is_not_averaged_with_a_score() -> None:
     assert measure(["mse", "pearson"], values, values, regression=True) == {"mse": 0.0, "pearson": pytest.approx(1.0)}
 
 
-def test_a_task_has_its_metrics() -> None:
+def test_each_glue_task_has_its_metrics() -> None:
     found = measure(GLUE["mrpc"].metrics, np.array([[0.1, 0.9], [0.8, 0.2]]), np.array([1, 1]), regression=False)
     assert found == {"accuracy": 0.5, "f1": pytest.approx(2 / 3), "combined_score": pytest.approx((0.5 + 2 / 3) / 2)}
 
@@ -193,9 +193,7 @@ def test_a_number_of_5000_digits_costs_at_most_its_own_row(tmp_path: Path) -> No
     assert not _are_fractions([digits, "1"])
 
 
-def test_other_names_for_the_labels_of_the_model_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_label_names_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from stoker.cli import main
 
     command = ["train", "classify", "--model_name_or_path", "m", "--do_eval", "--validation_file", "dev.tsv"]
@@ -203,7 +201,7 @@ def test_other_names_for_the_labels_of_the_model_are_refused(
     assert "--label_names class" in capsys.readouterr().err
 
 
-def test_options_that_withhold_predictions_from_the_metrics_are_ignored_with_a_line(
+def test_options_that_withhold_predictions_are_ignored_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import logging

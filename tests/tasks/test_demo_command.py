@@ -24,10 +24,10 @@ def test_the_demo_shows_before_and_after_three_answers_and_a_report(
     out = tmp_path / "demo"
     words = ["demo", "--model", str(bert), "--questions", "36", "--no-compare", "--output_dir", str(out)]
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "before: exact match" in said
-    assert "after:  exact match" in said
-    assert said.count("score") == 3
+    message = capsys.readouterr().out
+    assert "before: exact match" in message
+    assert "after:  exact match" in message
+    assert message.count("score") == 3
     assert (out / "report.html").exists()
     assert (out / "model.safetensors").exists()
     run = read_run(out)
@@ -39,31 +39,31 @@ def test_the_demo_shows_before_and_after_three_answers_and_a_report(
 
 
 @pytest.mark.parametrize("name", ["train.json", "mine.txt"])
-def test_a_folder_in_other_use_is_not_touched(
+def test_a_folder_that_is_not_the_demos_is_not_touched(
     bert: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / name).write_text("precious")
     monkeypatch.chdir(tmp_path)
     for folder in (".", str(tmp_path)):
         assert main(["demo", "--model", str(bert), "--no-compare", "--output_dir", folder]) == 2
-        assert "is in use and not by a demo" in capsys.readouterr().err
+        assert "is not empty and was not created by a demo" in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "precious"
     assert main(["demo", "--model", str(bert), "--output_dir", str(tmp_path / name)]) == 2
     assert f"--output_dir {tmp_path / name} is no folder that can be used: Not a directory" in capsys.readouterr().err
 
 
-def test_a_model_that_cannot_be_loaded_costs_nothing(
+def test_a_model_that_cannot_be_loaded_leaves_the_folder_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / ".stoker-demo").touch()
     (tmp_path / "report.html").write_text("an earlier demo")
     assert main(["demo", "--model", "no/such-model", "--no-compare", "--output_dir", str(tmp_path)]) == 2
-    assert "or give a folder by --model (" in capsys.readouterr().err
+    assert "or name a folder with --model\n" in capsys.readouterr().err
     assert (tmp_path / "report.html").exists()
 
 
-def test_steps_are_compared_in_turns(bert: Path, tmp_path: Path) -> None:
+def test_both_sides_take_steps_in_turns(bert: Path, tmp_path: Path) -> None:
     from stoker.tasks.demo.world import as_squad, make_world
     from stoker.tasks.training_run import write_json
 

@@ -9,19 +9,19 @@ from stoker.tasks.demo.world import as_squad, make_world
 from stoker.tasks.qa.data import read_questions
 
 
-def test_every_answer_stands_where_it_should_and_the_layout_is_squads(tmp_path: Path) -> None:
+def test_every_answer_is_at_its_offset_and_the_layout_is_that_of_squad(tmp_path: Path) -> None:
     made = make_world(400, seed=1, training=True)
     path = tmp_path / "world.json"
     path.write_text(json.dumps(as_squad(made)))
     assert read_questions(path, training=True, strict=True) == made
 
 
-def test_the_same_seed_gives_the_same_world_and_another_one_another() -> None:
+def test_the_seed_determines_the_world() -> None:
     assert make_world(40, seed=1, training=True) == make_world(40, seed=1, training=True)
     assert make_world(40, seed=1, training=True) != make_world(40, seed=2, training=True)
 
 
-def test_evaluation_has_other_texts_other_names_and_wordings_that_training_has_not() -> None:
+def test_evaluation_has_texts_names_and_wordings_that_training_does_not_have() -> None:
     train, dev = make_world(3000, seed=7, training=True), make_world(300, seed=7, training=False)
     assert not {q.context for q in train} & {q.context for q in dev}
     patterns = [

@@ -71,12 +71,12 @@ def test_a_hub_data_set_is_trained_on(
     assert (*asked, None) in ASKED
 
 
-def test_the_token_opens_data_sets_too(hub: None, tmp_path: Path) -> None:
+def test_the_token_is_used_for_data_sets_too(hub: None, tmp_path: Path) -> None:
     trained_f1(tmp_path, ["classify", "--task_name", "mrpc", "--token", "hf_x"])
     assert ASKED[-1] == ("nyu-mll/glue", "mrpc", "hf_x")
 
 
-def test_mnli_is_evaluated_and_predicted_on_both_of_its_kinds(hub: None, tmp_path: Path) -> None:
+def test_mnli_uses_both_matched_and_mismatched_sets(hub: None, tmp_path: Path) -> None:
     trained_f1(tmp_path, ["classify", "--task_name", "mnli", "--do_predict", "--metric_name", "f1"])
     results = json.loads((tmp_path / "out" / "eval_results.json").read_text())
     assert {"eval_f1", "eval_f1_mm", "eval_loss_mm", "eval_samples_mm"} <= set(results)
@@ -110,7 +110,7 @@ def test_classes_keep_their_names_and_order(tmp_path: Path) -> None:
     assert {line.split("\t")[1] for line in lines[1:]} <= set(names)
 
 
-def test_a_class_of_the_hub_may_be_missing_or_be_a_number_to_learn() -> None:
+def test_hub_labels_may_be_missing_or_regression_targets() -> None:
     from stoker.tasks.hub import Split
 
     split = Split("d[train]", [{"label": -1}, {"label": 1}, {"label": None}], {"label": ("bad", "good")})
@@ -145,7 +145,7 @@ def trained_f1(folder: Path, words: list[str]) -> float:
     return float(json.loads((folder / "out" / "eval_results.json").read_text())["eval_f1"])
 
 
-def test_a_data_set_that_cannot_be_had_is_one_sentence(
+def test_a_data_set_that_cannot_be_loaded_is_reported_in_one_sentence(
     hub: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bert = save_tiny_bert(tmp_path / "bert")

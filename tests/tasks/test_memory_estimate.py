@@ -31,16 +31,16 @@ def arguments(**changed: Any) -> Any:
 LENGTHS = np.full(1000, 384)
 
 
-def test_what_fits_passes(model: Any) -> None:
+def test_a_batch_that_fits_passes(model: Any) -> None:
     assert check_memory(model, LENGTHS, arguments(), optimized=True, free=64 << 30) > 0
 
 
-def test_what_does_not_fit_is_refused_with_a_batch_that_does(model: Any) -> None:
+def test_a_batch_that_does_not_fit_is_rejected_with_one_that_does(model: Any) -> None:
     free = 1_400_000_000
     with pytest.raises(UserError) as refusal:
         check_memory(model, LENGTHS, arguments(), optimized=True, free=free)
     found = re.search(
-        r"--per_device_train_batch_size (\d+) --gradient_accumulation_steps (\d+) fits", str(refusal.value)
+        r"--per_device_train_batch_size (\d+) --gradient_accumulation_steps (\d+) fit ", str(refusal.value)
     )
     assert found is not None, refusal.value
     rows, accumulation = int(found[1]), int(found[2])
@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_refused_with_a_batch_that_does(model: Any) -> None
 
 
 @pytest.mark.parametrize("asked", [5, 7, 12, 30])
-def test_the_accumulation_keeps_the_rows_of_an_update_whatever_the_batch(model: Any, asked: int) -> None:
+def test_accumulation_keeps_the_rows_per_update(model: Any, asked: int) -> None:
     need = estimate(model, optimized=True)
     free = int(need.bytes(LENGTHS[: asked // 2]) / 0.9) + 1  # not quite half of the batch, which need not divide it
     with pytest.raises(UserError) as refusal:
@@ -71,7 +71,7 @@ def test_a_batch_of_tokens_counts_its_tokens_and_not_its_longest_rows(model: Any
         check_memory(model, lengths, args, optimized=True, free=free)
 
 
-def test_the_estimate_lies_above_the_measured_peaks_and_not_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_is_slightly_above_the_measured_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[2]
     figures = json.loads((root / "docs/figures/train_step.json").read_text())["cases"]
     monkeypatch.syspath_prepend(str(root / "benchmarks"))
@@ -93,12 +93,12 @@ def test_the_estimate_lies_above_the_measured_peaks_and_not_far(monkeypatch: pyt
     assert compared >= 6
 
 
-def test_a_model_too_large_for_one_row_says_so(model: Any) -> None:
-    with pytest.raises(UserError, match="even one row at a time does not fit"):
+def test_a_model_too_large_for_one_row_is_rejected(model: Any) -> None:
+    with pytest.raises(UserError, match="even one row does not fit"):
         check_memory(model, LENGTHS, arguments(), optimized=True, free=200_000_000)
 
 
-def test_padding_counts_only_where_it_is_computed(model: Any) -> None:
+def test_padding_counts_only_without_optimization(model: Any) -> None:
     lengths = np.array([384, 10, 10, 10])
     args = arguments(per_device_train_batch_size=4)
     stock = check_memory(model, lengths, args, optimized=False, free=1 << 40)

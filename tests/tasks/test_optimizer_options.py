@@ -22,7 +22,7 @@ NEEDED = ["--model_name_or_path", "m", "--output_dir"]
         (["--lr_scheduler_type", "cosine_with_min_lr"], "--lr_scheduler_type cosine_with_min_lr"),
     ],
 )
-def test_what_an_optimizer_or_schedule_refuses_is_one_sentence_and_deletes_nothing(
+def test_bad_optimizer_or_schedule_options_are_reported_before_anything_is_deleted(
     words: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "checkpoint-7").mkdir()
@@ -41,6 +41,6 @@ def test_what_an_optimizer_or_schedule_refuses_is_one_sentence_and_deletes_nothi
      ["--lr_scheduler_type", "cosine_with_restarts", "--lr_scheduler_kwargs", '{"num_cycles": 2}'],
      ["--lr_scheduler_type", "reduce_lr_on_plateau", "--eval_strategy", "epoch"]],
 )  # fmt: skip
-def test_optimizers_and_schedules_that_work_are_let_through(words: list[str], tmp_path: Path) -> None:
+def test_valid_optimizers_and_schedules_are_accepted(words: list[str], tmp_path: Path) -> None:
     *_, args = OptionParser("train qa", QaOptions).read([*NEEDED, str(tmp_path), *words])
     check_optimizer(args)

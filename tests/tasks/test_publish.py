@@ -1,4 +1,4 @@
-"""`--push_to_hub`: what reaches the hub, and what is said where it cannot be reached; the hub is a stand-in on this machine."""
+"""`--push_to_hub`: what is uploaded, and what is reported if the hub cannot be reached. The hub is a local fake."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_model_card_and_report_reach_the_hub(hub: FakeHub, files: Path, tmp_path
     assert not [name for name in pushed if name.startswith((".", "_", "checkpoint-"))]
 
 
-def test_the_token_is_neither_kept_nor_published(hub: FakeHub, files: Path, tmp_path: Path) -> None:
+def test_the_token_is_neither_stored_nor_published(hub: FakeHub, files: Path, tmp_path: Path) -> None:
     saving = ["--save_strategy", "steps", "--save_steps", "1", "--hub_strategy", "every_save"]
     done = train(files, tmp_path / "out", hub.address, *saving)
     assert done.returncode == 0, done.stderr
@@ -75,7 +75,7 @@ def test_the_token_is_neither_kept_nor_published(hub: FakeHub, files: Path, tmp_
     assert f"--hub_token {HIDDEN}" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_hub_out_of_reach_stops_before_training(files: Path, tmp_path: Path) -> None:
+def test_an_unreachable_hub_stops_the_run_before_training(files: Path, tmp_path: Path) -> None:
     done = train(files, tmp_path / "out", "http://127.0.0.1:9")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -84,7 +84,7 @@ def test_a_hub_out_of_reach_stops_before_training(files: Path, tmp_path: Path) -
     assert "trained to step" not in done.stderr
 
 
-def test_a_hub_that_breaks_down_costs_a_sentence_and_not_the_model(hub: FakeHub, files: Path, tmp_path: Path) -> None:
+def test_a_failed_upload_is_reported_and_the_model_is_kept(hub: FakeHub, files: Path, tmp_path: Path) -> None:
     hub.full = True
     done = train(files, tmp_path / "out", hub.address)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Every layout of SQuAD data gives the same questions; what is wrong with a file is said with its place."""
+"""Every layout of SQuAD data gives the same questions; problems in a file are reported with their position."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_parquet_gives_the_same_questions(tmp_path: Path) -> None:
     assert read_questions(path, training=True) == QUESTIONS
 
 
-def test_broken_parquet_and_parquet_without_its_package_are_one_sentence(
+def test_broken_parquet_and_parquet_without_its_package_are_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "d.parquet"
@@ -122,29 +122,29 @@ BAD = {
     "empty question": ({"question": " "}, "its question is empty"),
     "context of another type": ({"context": 3}, "its context is an int, not text"),
     "more answers than offsets": ({"answers": {"text": ["Ada", "Bo"], "answer_start": [0]}}, "2 answers but 1 offsets"),
-    "half a character": ({"question": "\ud800 who?"}, "its question holds half a character"),
+    "half a character": ({"question": "\ud800 who?"}, "its question contains a lone surrogate"),
     "half a character in an answer": ({"answers": {"text": ["\udfff"], "answer_start": [0]}}, "is empty or not text"),
     "an offset without end": (
         {"answers": {"text": ["Ada"], "answer_start": [1e400]}},
-        "one of its offsets is no number",
+        "one of its offsets is not a number",
     ),
     "a repeated id": ({"id": "0"}, "the id '0' has been used before"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_one_bad_row_in_many_is_left_out_and_shown_with_its_place(
+def test_a_few_bad_rows_are_skipped_and_reported_with_their_position(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    change, said = BAD[name]
+    change, message = BAD[name]
     path = write(tmp_path / "d.jsonl", rows_with(change, 150))
     with caplog.at_level("WARNING", logger="stoker"):
         assert len(read_questions(path, training=True)) == 150
     assert f"{path}, line 3" in caplog.text
-    assert said in caplog.text
+    assert message in caplog.text
 
 
-def test_a_strange_word_for_unanswerable_is_not_a_crash(tmp_path: Path) -> None:
+def test_an_unusual_value_of_is_impossible_does_not_crash(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", rows_with({"is_impossible": ["?"]}, 3))
     assert all(question.answers for question in read_questions(path, training=True))
 
@@ -167,24 +167,26 @@ def test_a_wrong_offset_does_not_matter_for_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("d.json", b'{"data": [', "is not JSON: .* line 1, column 11"),
         ("d.json", '{"data": "é"}'.encode("latin-1"), "is not UTF-8: byte 10 is 0xe9"),
         ("d.json", b'{"rows": []}', "neither a list of rows"),
         ("d.json.gz", b"not gzip", "it is not a whole gzip file"),
-        ("d.txt", b"", "is of no known kind"),
-        ("d.csv", b"", "is empty; its first line should name the columns"),
+        ("d.txt", b"", "has an unknown format"),
+        ("d.csv", b"", "is empty; its first line must name the columns"),
         ("d.csv", "question,context\n".encode("utf-16"), "is not UTF-8: its first line cannot be read"),
-        ("d.json", b'{"data": []}', "holds no question"),
+        ("d.json", b'{"data": []}', "contains no questions"),
         ("d.json", b"[" * 100_000, "is nested too deeply"),
         ("d.jsonl", b'{"question": "Who?"}\n', "has no column 'context'; its columns are question"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+def test_a_file_that_cannot_be_read_is_reported_in_one_sentence(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         read_questions(path, training=True)
 
 
@@ -199,7 +201,7 @@ def test_rows_in_a_wrong_encoding_are_counted_in_lines_and_tables(
     assert "line 8: is not UTF-8" in caplog.text
 
 
-def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         read_questions(tmp_path / "none.json", training=True)
 

@@ -25,7 +25,7 @@ def question(name: str, *answers: str) -> Question:
         ("$1,000", "1000"),
     ],
 )
-def test_articles_punctuation_case_and_space_do_not_count(raw: str, clean: str) -> None:
+def test_articles_punctuation_case_and_space_are_ignored(raw: str, clean: str) -> None:
     assert normalized(raw) == clean
 
 
@@ -56,7 +56,7 @@ def test_the_best_of_several_answers_counts_and_a_missing_prediction_is_wrong() 
     assert scores["f1"] == pytest.approx(100 * (1 + 2 / 3 + 0) / 3)
 
 
-def test_version_two_scores_answerable_and_unanswerable_apart() -> None:
+def test_version_two_scores_answerable_and_unanswerable_questions_separately() -> None:
     questions = [question("1", "Paris"), question("2"), question("3"), question("4", "a b c d")]
     predictions = {"1": "Paris", "2": "", "3": "Rome", "4": "b c"}
     scores = squad_v2(predictions, questions)
@@ -83,12 +83,12 @@ def test_version_two_finds_the_best_threshold() -> None:
     assert scores["best_exact_thresh"] == 0.3
 
 
-def test_no_questions_is_no_score() -> None:
+def test_no_questions_give_a_score_of_zero() -> None:
     assert squad({}, []) == {"exact_match": 0.0, "f1": 0.0}
 
 
 @pytest.mark.data
-def test_people_score_on_the_dev_set_as_was_published(data: Path) -> None:
+def test_human_scores_on_the_dev_set_are_the_published_ones(data: Path) -> None:
     """People's score as the SQuAD paper defines it: the second answer is the prediction, the others are the truth.
 
     Rajpurkar et al. 2016 (arXiv 1606.05250), section 6.2; table 5 gives 80.3 EM and 90.5 F1 for the dev set of version 1.0.

@@ -119,19 +119,21 @@ def test_ask_answers_from_a_file_with_score_and_sentence(
     assert "the question has 600 tokens" in capsys.readouterr().err
 
 
-def test_a_model_that_was_not_taught_to_answer_is_not_asked(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ask_rejects_a_model_that_is_not_trained_for_question_answering(
+    bert: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["ask", "--model", str(bert), "--text", "Ada wrote it.", "--question", "Who?"]) == 2
-    assert "has not learned to answer questions (it has no qa_outputs.bias" in capsys.readouterr().err
+    assert "is not trained for question answering (it has no qa_outputs.bias" in capsys.readouterr().err
 
 
-def test_evaluating_in_a_runs_folder_leaves_its_log_alone(trained: Path, bert: Path, squad: Path) -> None:
+def test_evaluating_in_the_folder_of_a_run_does_not_change_its_log(trained: Path, bert: Path, squad: Path) -> None:
     before = (trained / "run.jsonl").read_bytes()
     command = [word for word in qa_command(bert, squad, trained) if word not in {"--do_train", "--do_predict"}]
     assert main(command) == 0
     assert (trained / "run.jsonl").read_bytes() == before
 
 
-def test_the_same_command_again_goes_on_where_it_stopped(
+def test_the_same_command_again_resumes_where_it_stopped(
     bert: Path, squad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = qa_command(
@@ -173,11 +175,11 @@ def test_classify_trains_evaluates_and_predicts(bert: Path, tmp_path: Path, caps
 
 MISTAKES = {
     "qa --do_trian --model_name_or_path m --train_file x --output_dir o --do_eval": "did you mean --do_train?",
-    "qa --model_name_or_path m --output_dir o": "has nothing to do; give --do_train",
+    "qa --model_name_or_path m --output_dir o": "has nothing to do; add --do_train",
     "qa --model_name_or_path m --do_train --output_dir o": "--train_file is missing",
     "qa --do_train --output_dir o": "--model_name_or_path",
     "sing": "unknown task 'sing'",
-    "classify --model_name_or_path m --task_name mprc --do_train --output_dir o": "is no GLUE task",
+    "classify --model_name_or_path m --task_name mprc --do_train --output_dir o": "is not a GLUE task",
     "qa @ --learning_rate fast": "'fast' is not a finite number",
     "qa @ --max_train_samples 0": "--max_train_samples is 0; it must be 1 or more",
     "qa @ --doc_stride -5": "--doc_stride is -5; it must be 0 or more",
@@ -192,9 +194,9 @@ MISTAKES = {
     "qa @ --adam_beta2 1": "--adam_beta2 is 1.0; it must be below 1",
     "qa @ --eval_accumulation_steps 0": "--eval_accumulation_steps is 0; it must be 1 or more",
     "qa @ --validation_file x.json --eval_strategy steps --metric_for_best_model exact_mach": "did you mean exact_match?",
-    "qa @ --validation_file x.json --eval_strategy steps --metric_for_best_model loss": "there are exact_match, f1",
+    "qa @ --validation_file x.json --eval_strategy steps --metric_for_best_model loss": "choose one of exact_match, f1",
     "classify @ --validation_file x.json --eval_strategy steps --metric_for_best_model acuracy": "did you mean accuracy?",
-    "qa @ --token a --use_auth_token b": "--use_auth_token is the former name of --token; give one of them",
+    "qa @ --token a --use_auth_token b": "--use_auth_token is the former name of --token; give only one of them",
     "qa @ --report_to nope": "--report_to nope: nope is not supported",
     "qa @ --deepspeed x.json": "deepspeed",
     "qa @ --learning_rate inf": "'inf' is not a finite number",
@@ -204,22 +206,22 @@ MISTAKES = {
     "qa @ --dataloader_num_workers 99999": "--dataloader_num_workers is 99999; it must be below 1,025",
     "qa @ --tokens_per_batch 999999999999": "--tokens_per_batch is 999999999999; it must be below 134,217,728",
     "qa @ --neftune_noise_alpha -1": "--neftune_noise_alpha is -1.0; it must be 0 or more",
-    "qa @ --output_dir=": "--output_dir is empty; name a place",
-    "qa @ --cache_dir=": "--cache_dir is empty; name a place",
+    "qa @ --output_dir=": "--output_dir is empty; give a name",
+    "qa @ --cache_dir=": "--cache_dir is empty; give a name",
     "qa @ --output_dir \udcff": "'\\udcff' is not UTF-8 text",
     "qa @ --fsdp full_shard": "--fsdp needs more than one process",
     "qa @ --optim sgd --optim_args momentum=nan": "nan is not a finite number",
     'qa @ --lr_scheduler_type polynomial --lr_scheduler_kwargs {"power":Infinity}': "inf is not a finite number",
     "qa @ --lr_scheduler_kwargs x": "--lr_scheduler_kwargs x: write names and values as JSON",
     "qa @ --gradient_checkpointing_kwargs x": "--gradient_checkpointing_kwargs x: write names and values as JSON",
-    "qa @ --torch_compile_mode x": "--torch_compile_mode x is not known; there are default",
-    "qa @ --output_dir /proc/none": "--output_dir /proc/none cannot be made",
-    "qa options.json": "the file of options options.json does not exist",
+    "qa @ --torch_compile_mode x": "--torch_compile_mode x is unknown; choose one of default",
+    "qa @ --output_dir /proc/none": "--output_dir /proc/none cannot be created",
+    "qa options.json": "options file options.json does not exist",
 }
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_one_sentence_and_exit_code_two(
+def test_an_invalid_request_gets_one_sentence_and_exit_code_two(
     words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -231,29 +233,29 @@ def test_a_mistake_is_one_sentence_and_exit_code_two(
     assert len(error) < 1000
 
 
-def test_a_run_whose_weights_overflow_in_its_last_step_saves_no_model_and_exits_with_two(
+def test_a_run_whose_weights_overflow_in_its_last_step_saves_no_model_and_exits_with_code_two(
     bert: Path, squad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     words = "--learning_rate 1e300 --max_steps 1 --save_strategy no"
     assert main(qa_command(bert, squad, out, *words.split())) == 2
-    said = capsys.readouterr().err
-    assert "stoker: the weights are no longer finite after step 1; nothing of that step was saved" in said
-    assert "Traceback" not in said
+    message = capsys.readouterr().err
+    assert "stoker: the weights are no longer finite after step 1; nothing of that step was saved" in message
+    assert "Traceback" not in message
     assert not list(out.rglob("*.safetensors"))
 
 
-def test_a_model_that_is_not_there_is_one_sentence(
+def test_a_missing_model_is_reported_in_one_sentence(
     squad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(qa_command(Path("no/such-model"), squad, tmp_path / "out")) == 2
-    said = capsys.readouterr().err
-    assert "neither a folder here nor to be had from the hub" in said
-    assert "give a folder by --model_name_or_path (" in said  # and the reason, in the hub's words
+    message = capsys.readouterr().err
+    assert "is not a local folder and cannot be loaded from the hub" in message
+    assert "name a folder with --model_name_or_path" in message
 
 
-def test_weights_that_were_cut_short_are_one_sentence(
+def test_truncated_weights_are_reported_in_one_sentence(
     trained: Path, squad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken"
@@ -265,7 +267,7 @@ def test_weights_that_were_cut_short_are_one_sentence(
     assert f"no question-answering model can be loaded from the folder {broken}: " in capsys.readouterr().err
 
 
-def test_the_best_answers_tell_which_checkpoint_is_best(bert: Path, squad: Path, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_chosen_by_f1(bert: Path, squad: Path, tmp_path: Path) -> None:
     words = "--max_steps 2 --eval_strategy steps --eval_steps 1 --save_strategy steps --save_steps 1"
     words += " --load_best_model_at_end --lr_scheduler_type reduce_lr_on_plateau"
     assert main(qa_command(bert, squad, tmp_path / "out", *words.split())) == 0
@@ -274,7 +276,7 @@ def test_the_best_answers_tell_which_checkpoint_is_best(bert: Path, squad: Path,
     assert state["best_model_checkpoint"]
 
 
-def test_what_is_best_follows_the_task_unless_it_is_said(tmp_path: Path) -> None:
+def test_the_best_metric_is_the_tasks_unless_given(tmp_path: Path) -> None:
     from stoker.tasks.qa.train import QaOptions
     from stoker.tasks.training_options import OptionParser, check_best
 
@@ -291,7 +293,7 @@ def test_what_is_best_follows_the_task_unless_it_is_said(tmp_path: Path) -> None
     assert best("--metric_for_best_model eval_exact_match") == ("eval_exact_match", True, None)
 
 
-def test_words_of_the_examples_that_are_gone_keep_their_meaning(caplog: pytest.LogCaptureFixture) -> None:
+def test_retired_options_of_the_example_scripts_keep_their_meaning(caplog: pytest.LogCaptureFixture) -> None:
     from stoker.tasks.loading import _hub
     from stoker.tasks.qa.train import QaOptions
     from stoker.tasks.training_options import ModelOptions, OptionParser
@@ -310,10 +312,10 @@ def test_words_of_the_examples_that_are_gone_keep_their_meaning(caplog: pytest.L
     assert not caplog.text
     with caplog.at_level("WARNING", logger="stoker"):
         model("--use_fast_tokenizer False")
-    assert "--use_fast_tokenizer False has no effect" in caplog.text
+    assert "--use_fast_tokenizer False is ignored" in caplog.text
 
 
-def test_an_encoder_decoder_model_learns_classes_whatever_it_learned_before(tmp_path: Path) -> None:
+def test_an_encoder_decoder_model_can_be_trained_for_classification(tmp_path: Path) -> None:
     import transformers
 
     config = transformers.BartConfig(
@@ -337,7 +339,7 @@ def test_an_encoder_decoder_model_learns_classes_whatever_it_learned_before(tmp_
     assert len((out / "predict_results.txt").read_text().splitlines()) == 13
 
 
-def test_a_hub_data_set_without_the_package_is_one_sentence(
+def test_a_hub_data_set_without_the_package_is_reported_in_one_sentence(
     bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -346,22 +348,22 @@ def test_a_hub_data_set_without_the_package_is_one_sentence(
     assert "pip install 'stoker[hub]'" in capsys.readouterr().err
 
 
-def test_a_file_of_options_means_its_words(tmp_path: Path) -> None:
+def test_an_options_file_is_read_as_its_arguments(tmp_path: Path) -> None:
     from stoker.tasks.qa.train import QaOptions
-    from stoker.tasks.training_options import OptionParser, words_of
+    from stoker.tasks.training_options import OptionParser, expand_options_file
 
     path = tmp_path / "options.json"
     path.write_text(json.dumps({
         "model_name_or_path": "m", "do_train": True, "use_ipex": False, "report_to": ["none"], "learning_rate": 3e-5,
         "output_dir": str(tmp_path / "a folder"), "lr_scheduler_kwargs": {"num_cycles": 2}, "max_train_samples": None,
     }))  # fmt: skip
-    model, data, args = OptionParser("train qa", QaOptions).read(words_of([str(path)]))
+    model, data, args = OptionParser("train qa", QaOptions).read(expand_options_file([str(path)]))
     assert (model.model_name_or_path, data.max_train_samples) == ("m", None)
     assert (args.do_train, args.use_ipex, args.learning_rate) == (True, False, 3e-5)
     assert (args.output_dir, args.lr_scheduler_kwargs) == (str(tmp_path / "a folder"), {"num_cycles": 2})
 
 
-def test_asked_to_resume_and_to_start_over_nothing_is_deleted(
+def test_resume_together_with_overwrite_deletes_nothing(
     bert: Path, squad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -372,7 +374,7 @@ def test_asked_to_resume_and_to_start_over_nothing_is_deleted(
     assert (out / "checkpoint-7").exists()
 
 
-def test_help_is_short_and_all_flags_are_one_option_away(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_short_and_help_all_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "qa", "--help"]) == 0
     short = capsys.readouterr().out
     assert len(short.splitlines()) < 70
@@ -394,7 +396,7 @@ def test_a_log_file_gets_plain_lines(bert: Path, squad: Path, tmp_path: Path) ->
     assert len(done.stderr.splitlines()) < 15, done.stderr
 
 
-def test_a_reader_that_goes_away_does_not_end_training(bert: Path, squad: Path, tmp_path: Path) -> None:
+def test_training_continues_when_the_reader_of_its_output_exits(bert: Path, squad: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stoker", *qa_command(bert, squad, tmp_path / "out", "--max_steps", "2")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
@@ -405,11 +407,11 @@ def test_a_reader_that_goes_away_does_not_end_training(bert: Path, squad: Path, 
     assert (tmp_path / "out" / "report.html").exists()
 
 
-def test_rates_measured_for_a_training_have_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_measured_before_training_include_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without it, `stoker doctor` could only show them as shares of the nominal peak.
     from stoker.machine import Machine, measure
     from stoker.machine.rates import Rates
-    from stoker.tasks.training_run import know_the_machine
+    from stoker.tasks.training_run import machine_rates
 
     monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("stoker.kernels.clock.clock_ghz", lambda threads: 3.5)
@@ -419,13 +421,15 @@ def test_rates_measured_for_a_training_have_the_clock(tmp_path: Path, monkeypatc
         return full(machine, clock=clock, seconds=0.2)
 
     monkeypatch.setattr(measure, "measure_rates", short)
-    assert know_the_machine(print).clock_all == 3.5
+    assert machine_rates(print).clock_all == 3.5
     monkeypatch.setattr(measure, "_product_gflops", lambda *_: (1e9, 128, 3.7))
-    again = know_the_machine(print)
+    again = machine_rates(print)
     assert (again.fp32_all, again.clock_all) == (1e9, 3.7)
 
 
-def test_three_text_columns_are_one_sentence(bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_text_columns_are_reported_in_one_sentence(
+    bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "d.jsonl").write_text('{"a": "x", "b": "y", "c": "z", "label": 1}\n')
     words = ["--model_name_or_path", str(bert), "--train_file", str(tmp_path / "d.jsonl"), "--do_train"]
     for names in ("a,b,c", "a,"):
@@ -434,7 +438,7 @@ def test_three_text_columns_are_one_sentence(bert: Path, tmp_path: Path, capsys:
         assert f"--text_column_names {names}: name one column, or two" in capsys.readouterr().err
 
 
-def test_a_limit_on_the_size_of_files_is_one_sentence_and_keeps_what_was_there(
+def test_a_file_size_limit_is_reported_in_one_sentence_and_keeps_old_files(
     bert: Path, squad: Path, tmp_path: Path
 ) -> None:
     """The weights of the first checkpoint fit below the limit; those of the second do not, once the limit is lower."""

@@ -83,21 +83,21 @@ def test_windows_and_labels_are_those_of_the_tokenizer(kind: str, length: int, s
         tokenizer.padding_side = before
 
 
-def test_the_cache_gives_what_was_made() -> None:
+def test_the_cache_returns_what_was_stored() -> None:
     questions = make_world(8, seed=int(random.random() * 1e9), training=True)
     made = [make_windows(questions, wordpiece(), max_seq_length=96, doc_stride=16, training=True) for _ in range(2)]
     for index in range(len(made[0])):
         assert all((made[0][index][name] == made[1][index][name]).all() for name in ("input_ids", "token_type_ids"))
 
 
-def test_a_question_longer_than_the_window_is_named_with_what_to_do() -> None:
+def test_a_question_longer_than_the_window_is_reported_with_advice() -> None:
     question = Question("long-one", "Why " * 60 + "?", "Because.", ("Because",), (0,))
     with pytest.raises(UserError, match=r"question 'long-one' has 61 tokens.*--max_seq_length \d+ or more"):
         make_windows([question], wordpiece(), max_seq_length=64, doc_stride=16, training=True)
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_batch_holds_every_row_and_masks_the_rest(left: bool) -> None:
+def test_a_batch_contains_every_row_and_masks_the_padding(left: bool) -> None:
     questions = make_world(5, seed=2, training=True)
     windows = make_windows(questions, wordpiece(), max_seq_length=160, doc_stride=32, training=True)
     items = [windows[i] for i in range(5)]
@@ -112,7 +112,7 @@ def test_a_batch_holds_every_row_and_masks_the_rest(left: bool) -> None:
 
 
 @pytest.mark.data
-def test_real_paragraphs_make_the_tokenizers_windows(data: Path) -> None:
+def test_windows_of_real_paragraphs_are_those_of_the_tokenizer(data: Path) -> None:
     questions = read_questions(data / "squad" / "dev-v1.1.json.gz", training=True)[:10570:150]
     windows = make_windows(questions, wordpiece(), max_seq_length=128, doc_stride=48, training=True)
     expected = [window for q in questions for window in reference(q, wordpiece(), 128, 48)]

@@ -1,6 +1,6 @@
-"""The `stoker` command: finds the subcommand, imports that one only, and turns a person's mistakes into one sentence.
+"""The `stoker` command: finds the subcommand, imports only that one, and prints user errors as one sentence.
 
-Exit codes: 0 done, 1 the command itself found something wrong, 2 it was asked for something that cannot be, 130 Ctrl-C.
+Exit codes: 0 success, 1 the command failed or found a problem, 2 invalid request, 130 Ctrl-C, 141 broken pipe.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `stoker` with `argv` (the process's own without it) and returns its exit code."""
+    """Runs `stoker` with `argv` (default: the process's arguments) and returns its exit code."""
     streams.keep_running(output=False)
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character gets a question mark, not a traceback.
+        # Print a question mark for characters that the terminal cannot show.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
@@ -36,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `stoker ... | head`: the reader has seen enough
-        if streams.drops_output():  # then it was another pipe
+    except BrokenPipeError:  # the reader has exited, as in `stoker ... | head`
+        if streams.drops_output():  # the error is about another pipe
             raise
         _abandon_output()
         return 141
     except (OSError, MemoryError, RuntimeError) as error:
-        sentence, code = _what_was_refused(error)
+        sentence, code = _system_reason(error)
         if sentence is None or os.environ.get("STOKER_TRACEBACK"):
             raise
         print(f"stoker: {sentence}", file=sys.stderr)
@@ -52,15 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 _LIMITS = {
     errno.ENOSPC: ("no space left to write {}", 1),
-    errno.EDQUOT: ("your share of the disk (quota) leaves no space to write {}", 1),
-    errno.EFBIG: ("{} would be larger than files may be here; raise the limit (ulimit -f)", 2),
-    errno.E2BIG: ("arguments and environment are longer than this system takes; write the arguments to a file", 2),
+    errno.EDQUOT: ("your disk quota leaves no space to write {}", 1),
+    errno.EFBIG: ("{} would exceed the maximum file size; raise the limit (ulimit -f)", 2),
+    errno.E2BIG: ("arguments and environment are too long for this system; put the arguments into a file", 2),
 }
-"""Limits of the system: what happened, and the exit code."""
+"""Limits of the system: the message and the exit code."""
 
 
-def _what_was_refused(error: Exception) -> tuple[str | None, int]:
-    """The sentence and the exit code for an error whose cause is the machine; no sentence for any other."""
+def _system_reason(error: Exception) -> tuple[str | None, int]:
+    """The message and exit code for an error that the system caused; no message for any other."""
     if isinstance(error, OSError) and error.errno in _LIMITS:
         sentence, code = _LIMITS[error.errno]
         return sentence.format(error.filename or "the output"), code
@@ -68,7 +68,7 @@ def _what_was_refused(error: Exception) -> tuple[str | None, int]:
 
 
 def _abandon_output() -> None:
-    """Keeps Python's own flush at exit from failing on an output that takes nothing any more."""
+    """Redirects standard output to /dev/null, so that Python's flush at exit does not fail."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -86,19 +86,19 @@ def _dispatch(argv: list[str]) -> int:
     run: Callable[[list[str]], int] = importlib.import_module(command.module).main
     try:
         return run(argv[1:])
-    except SystemExit as stop:  # argparse's --help ends the program
+    except SystemExit as stop:  # raised by argparse for --help
         return stop.code if isinstance(stop.code, int) else 0
 
 
-def _find(word: str) -> Command:
+def _find(name: str) -> Command:
     from stoker.cli.parsing import did_you_mean
 
     for command in COMMANDS:
-        if command.name == word:
+        if command.name == name:
             return command
-    kind = "option" if word.startswith("-") else "command"
+    kind = "option" if name.startswith("-") else "command"
     known = ["--help", "--version"] if kind == "option" else [command.name for command in COMMANDS]
-    raise UserError(f"unknown {kind} {word!r}{did_you_mean(word, known)}; `stoker --help` lists them")
+    raise UserError(f"unknown {kind} {name!r}{did_you_mean(name, known)}; `stoker --help` lists them")
 
 
 def _overview() -> str:
@@ -113,6 +113,6 @@ def _overview() -> str:
         lines += [f"  {command.name:<{width}}{command.summary}" for command in COMMANDS if command.group == group]
     lines += [
         "",
-        "Start with `stoker doctor`. `stoker COMMAND --help` says more; `stoker --version` prints the version.",
+        "Start with `stoker doctor`. `stoker COMMAND --help` describes a command; `stoker --version` prints the version.",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`stoker ask`: one question about a text, or a conversation."""
+"""`stoker ask`: answers one question about a text, or several interactively."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _TEXT = 16 * MIB
-"""Bytes of a text to answer from; the works of Shakespeare have 6."""
+"""Maximum size of the text; the complete works of Shakespeare have 6 MB."""
 _EXAMPLES = """examples:
   stoker ask --model out/squad --text "Ada wrote the letter." --question "Who wrote the letter?"
-  stoker ask --model out/squad --file letter.txt              asks you for questions
+  stoker ask --model out/squad --file letter.txt              prompts for questions
   cat letter.txt | stoker ask --model out/squad --file - --question "Who wrote it?"
 """
 
@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", help="the text to answer from")
     source.add_argument("--file", type=parsing.path, metavar="FILE", help="a file with the text; - for standard input")
-    parser.add_argument("--question", help="the question; without it, you are asked for questions until an empty line")
-    parser.add_argument("--no-answer", action="store_true", help="allow the answer that the text does not say")
+    parser.add_argument("--question", help="the question; without it, prompts for questions until an empty line")
+    parser.add_argument("--no-answer", action="store_true", help="allow the answer that the text does not contain one")
     parser.add_argument(
         "--max-seq-length", type=parsing.count, default=384, metavar="N", help="window over long texts, in tokens"
     )
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     text = options.text if options.text is not None else _read(options.file)
     if not options.question and options.file == "-":
-        raise UserError("with --file - the text comes from standard input, so --question must be given")
+        raise UserError("--file - reads the text from standard input; add --question, which cannot be prompted for")
     from stoker.tasks.loading import quiet
 
     quiet()

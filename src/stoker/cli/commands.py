@@ -1,4 +1,4 @@
-"""The table of subcommands. A new one is a row here and a module beside this one with `main(argv) -> int`."""
+"""The table of subcommands. To add one, add a row and a module in this package with `main(argv) -> int`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ __all__ = ["COMMANDS", "Command"]
 class Command:
     name: str
     group: str
-    """The heading it stands under in `stoker --help`."""
+    """Its heading in `stoker --help`."""
     summary: str
     module: str
     """Imported only when the command is used."""
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("doctor", "Know your machine", "what this computer can do, and what holds it back", "stoker.cli.doctor"),
-    Command("selftest", "Know your machine", "check that the native library works here", "stoker.cli.selftest"),
-    Command("demo", "Train", "see it all in about four minutes, without a network", "stoker.cli.demo"),
+    Command("doctor", "Know your machine", "what this computer can do, and what slows it down", "stoker.cli.doctor"),
+    Command(
+        "selftest", "Know your machine", "check that the native library works on this machine", "stoker.cli.selftest"
+    ),
+    Command("demo", "Train", "train a small model in about four minutes, without a network", "stoker.cli.demo"),
     Command("train", "Train", "fine-tune a model: question answering, classification", "stoker.cli.train"),
     Command("ask", "Train", "ask a trained model about a text", "stoker.cli.ask"),
-    Command("report", "Train", "make the page about a run from its log", "stoker.cli.report"),
-    Command("config", "Launch", "answer a few questions once, and launch by them", "stoker.cli.config"),
-    Command("launch", "Launch", "run a script on the CPUs of this machine, or of many", "stoker.cli.launch"),
-    Command("plan", "Launch", "predict what more machines would bring, and cost", "stoker.cli.plan"),
-    Command("env", "Launch", "exports for a shell that wants them", "stoker.cli.env"),
+    Command("report", "Train", "generate the report page of a run from its log", "stoker.cli.report"),
+    Command("config", "Launch", "answer a few questions once and use them for every launch", "stoker.cli.config"),
+    Command("launch", "Launch", "run a script on the CPUs of one machine or several", "stoker.cli.launch"),
+    Command("plan", "Launch", "predict speed and cost of training on more machines", "stoker.cli.plan"),
+    Command("env", "Launch", "print environment variables for the shell", "stoker.cli.env"),
 )

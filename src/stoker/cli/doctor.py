@@ -1,4 +1,4 @@
-"""`stoker doctor`: the facts about this computer, its software, what it reaches, and what to do about it."""
+"""`stoker doctor`: facts about this computer and its software, measured rates, and advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from stoker import __version__
 from stoker.cli import parsing
-from stoker.errors import UserError
+from stoker.errors import UserError, one_line
 from stoker.machine import Machine, doctor_page, load, measure, rates, software
 from stoker.machine.load import Load
 from stoker.machine.peak import share_of_peak
@@ -24,7 +24,7 @@ from stoker.machine.verdicts import Evidence, verdicts
 
 __all__ = ["main"]
 
-_SECONDS = 9.0  # for everything but the training step: a page that takes longer is not waited for
+_SECONDS = 9.0  # for everything except the training step; users do not wait longer for a page
 _RATES_SECONDS = (2.0, 6.0)
 
 _EXAMPLES = """examples:
@@ -35,10 +35,10 @@ _EXAMPLES = """examples:
 
 
 def main(argv: list[str]) -> int:
-    parser = parsing.Parser("doctor", "what this computer can do, and what holds it back", examples=_EXAMPLES)
+    parser = parsing.Parser("doctor", "what this computer can do, and what slows it down", examples=_EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a page")
-    parser.add_argument("--fresh", action="store_true", help="measure the rates again instead of using the kept ones")
-    parser.add_argument("--no-rates", action="store_true", help="measure nothing")
+    parser.add_argument("--fresh", action="store_true", help="measure the rates again instead of using stored ones")
+    parser.add_argument("--no-rates", action="store_true", help="do not measure rates")
     parser.add_argument(
         "--root", default="/", type=parsing.path, metavar="DIR", help="read a copy of another machine's /proc and /sys"
     )
@@ -47,11 +47,11 @@ def main(argv: list[str]) -> int:
         raise UserError("--fresh and --no-rates contradict each other; leave one of them out")
     live = os.path.abspath(options.root) == "/"
     if not live and not os.path.isdir(os.path.join(options.root, "proc")):
-        raise UserError(f"--root {options.root!r} holds no copy of a machine: there is no directory proc in it")
+        raise UserError(f"--root {options.root!r} is not a copy of a machine: it has no directory proc")
     if not live and options.fresh:
         raise UserError("--fresh cannot measure another machine; leave out --root")
 
-    evidence, notes = _look(options.root, fresh=options.fresh, with_rates=live and not options.no_rates)
+    evidence, notes = _collect(options.root, fresh=options.fresh, with_rates=live and not options.no_rates)
     if options.json:
         print(json.dumps(_as_json(evidence, notes), indent=2))
     else:
@@ -60,15 +60,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _look(root: str, *, fresh: bool, with_rates: bool) -> tuple[Evidence, tuple[str, ...]]:
-    # Before torch: with OMP_PROC_BIND its runtime narrows the affinity mask, and its import is load of our own.
+def _collect(root: str, *, fresh: bool, with_rates: bool) -> tuple[Evidence, tuple[str, ...]]:
+    # Before importing torch: with OMP_PROC_BIND its runtime narrows the affinity mask, and the import itself is load.
     begin = time.perf_counter()
     machine = Machine.read(root)
     if os.path.abspath(root) != "/":
         return Evidence(machine), ()
     with _progress() as step:
-        step("looking around")
-        busy = load.watch()
+        step("reading the machine")
+        busy = load.current_load()
         installed = software.read_software()
         found: Rates | None = None
         notes: list[str] = []
@@ -88,14 +88,14 @@ def _look(root: str, *, fresh: bool, with_rates: bool) -> tuple[Evidence, tuple[
 
 
 def _should_repeat(kept: Rates, busy: Load | None) -> bool:
-    """Whether kept rates should be measured again: on a quiet machine at last, or with a clock at last."""
+    """Whether stored rates should be measured again: the machine is quiet now, or the clock can be measured now."""
     from stoker.kernels.clock import clock_ghz
 
     return _disturbed(kept, busy) or (kept.clock_all is None and clock_ghz(1) is not None)
 
 
 def _disturbed(kept: Rates | TrainingStep, busy: Load | None) -> bool:
-    """Whether other programs ran then and do not now."""
+    """Whether other programs ran during the measurement and do not run now."""
     return kept.disturbed and not (busy and busy.disturbs)
 
 
@@ -111,19 +111,18 @@ def _measure_rates(machine: Machine, step: measure.Progress, left: float) -> Rat
 
 
 def _training_step(machine: Machine, found: Rates) -> tuple[TrainingStep | None, str | None]:
-    """The step, or one sentence why there is none: whatever stops it must not take the page with it."""
+    """The step, or the reason why it could not be measured: the page is shown in any case."""
     try:
         from stoker.model.training_step import measure_training_step
 
         return measure_training_step(machine, found.fp32_all), None
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return None, f"No training step was measured in fp32 and bf16: {reason.rstrip('.')}."
+        return None, f"The training step in fp32 and bf16 could not be measured: {one_line(error).rstrip('.')}."
 
 
 @contextmanager
 def _progress() -> Iterator[measure.Progress]:
-    """Shows on stderr what is going on, in a terminal only; stdout stays for the page."""
+    """Shows progress on stderr if it is a terminal; stdout is for the page."""
     if not sys.stderr.isatty():
         yield lambda step: None
         return

@@ -1,4 +1,4 @@
-"""`stoker env`: the exports that give a shell what Stoker finds in process anyway, for old scripts that expect them.
+"""`stoker env`: prints environment variables for old scripts that expect them. Stoker itself does not need them.
 
 eval "$(stoker env)"
 """
@@ -16,16 +16,16 @@ __all__ = ["exports", "main"]
 
 
 def main(argv: list[str]) -> int:
-    Parser("env", "print exports for the shell", examples='  eval "$(stoker env)"').parse_args(argv)
+    Parser("env", "print environment variables for the shell", examples='  eval "$(stoker env)"').parse_args(argv)
     for name, value in exports(Path(sysconfig.get_paths()["data"]), dict(os.environ)).items():
         print(f"export {name}={shlex.quote(value)}")
     return 0
 
 
 def exports(prefix: Path, environment: dict[str, str]) -> dict[str, str]:
-    """What a shell should export to find the programs and libraries installed under `prefix`; nothing that is set already.
+    """The variables with which a shell finds programs and libraries under `prefix`, except those that are already set.
 
-    Intel MPI from PyPI lies in the environment itself: mpirun in bin, libmpi and libfabric in lib.
+    Intel MPI from PyPI is installed in the Python environment: mpirun in bin, libmpi and libfabric in lib.
     """
     found: dict[str, str] = {}
     programs = environment.get("PATH", "").split(os.pathsep)

@@ -1,6 +1,6 @@
-"""argparse with the manners of this house: a mistake is answered by one sentence, with the word probably meant.
+"""argparse with one-sentence errors that suggest the option that was probably meant.
 
-The types of options are here too, so that a number or a path means the same in every command.
+It also defines the types of options, so that a number or a path means the same in every command.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
-from stoker.errors import UserError
+from stoker.errors import UserError, one_line
 from stoker.numbers import finite_number, whole_number
 from stoker.option_values import StrictValues
 
-__all__ = ["MOST", "Parser", "amount", "count", "did_you_mean", "many", "number", "path", "port", "seconds", "whole"]
+__all__ = [
+    "MOST", "Parser", "amount", "count", "did_you_mean", "many", "number", "path", "port", "require_transformers", "seconds",
+    "whole",
+]  # fmt: skip
 
 MOST = 65536
-"""Processes, machines, cores and threads: more are a typing error."""
+"""Of processes, machines, cores and threads: more must be a typing error."""
 _LARGEST = 1e15
-"""Of prices, parameters and microseconds: products of a few of them stay finite."""
+"""Of prices, parameters and microseconds: products of several of them stay finite."""
 _YEAR = 366 * 24 * 3600
 
 
 class Parser(StrictValues):
-    """A parser whose errors are UserErrors. Options are written out: abbreviations break when options are added."""
+    """A parser that raises UserError. Abbreviated options are off: they would break when options are added."""
 
     def __init__(self, command: str, summary: str, *, examples: str | None = None) -> None:
         super().__init__(
@@ -37,7 +40,7 @@ class Parser(StrictValues):
         )
 
     def error(self, message: str) -> NoReturn:
-        help_line = f"`{self.prog} --help` lists what it takes"
+        help_line = f"`{self.prog} --help` lists its options"
         if match := re.match(r"unrecognized arguments: (.*)", message, re.S):
             word = match[1].split()[0] if match[1].split() else match[1]
             options = [option for action in self._actions for option in action.option_strings]
@@ -62,12 +65,12 @@ def whole(text: str, *, least: int = 0, most: int = MOST) -> int:
 
 
 def count(text: str) -> int:
-    """Of processes, machines, cores, threads, rows of a batch: at least one."""
+    """The number of processes, machines, cores, threads or rows of a batch: at least one."""
     return whole(text, least=1)
 
 
 def many(text: str) -> int:
-    """Of things that come by the million."""
+    """A count that may be in the millions."""
     return whole(text, least=1, most=10**12)
 
 
@@ -102,7 +105,22 @@ def seconds(text: str) -> float:
 
 
 def path(text: str) -> str:
-    """The name of a file or folder. An empty one is a shell variable that was not set."""
+    """The name of a file or folder. An empty one is probably an unset shell variable."""
     if not text:
-        raise argparse.ArgumentTypeError("the name is empty; is a variable of the shell not set?")
+        raise argparse.ArgumentTypeError("the name is empty; is a shell variable not set?")
     return text
+
+
+def require_transformers(command: str, *, extra: str) -> None:
+    """Raises UserError if transformers is missing or cannot be imported."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+            message = f"{command} needs transformers and accelerate: pip install 'stoker[{extra}]'"
+        else:
+            message = (
+                f"transformers is installed but cannot be imported: {one_line(error)}; install it again, or rename "
+                "a file of your own in this directory that has the name of a package"
+            )
+        raise UserError(message) from None

@@ -1,4 +1,4 @@
-"""`stoker report DIR`: makes report.html from a run's log, also of a run that was killed."""
+"""`stoker report DIR`: generates report.html from a run's log, even if the run was killed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["main"]
 
 
 def main(argv: list[str]) -> int:
-    parser = parsing.Parser("report", "make the page about a training run from its log, finished or not")
+    parser = parsing.Parser("report", "generate the report page of a training run, finished or not, from its log")
     parser.add_argument("folder", type=parsing.path, metavar="DIR", help="the run's --output_dir")
     parser.add_argument("--output", type=parsing.path, metavar="FILE", help="where to write the page (DIR/report.html)")
     options = parser.parse_args(argv)
     folder = Path(options.folder)
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}")
+        raise UserError(f"the folder {folder} does not exist")
     try:
         from stoker.run_report.log import read_run
         from stoker.run_report.page import write_page
@@ -31,7 +31,9 @@ def main(argv: list[str]) -> int:
     try:
         run = read_run(folder)
     except FileNotFoundError:
-        raise UserError(f"{folder} holds no run.jsonl, the log that a training run writes") from None
+        raise UserError(
+            f"{folder} has no run.jsonl, the log of a training run; is it the --output_dir of a run?"
+        ) from None
     except OSError as error:
         raise UserError(f"{folder / 'run.jsonl'} cannot be read: {error.strerror}") from None
     print(write_page(run, Path(options.output) if options.output else folder / "report.html"))

@@ -1,4 +1,4 @@
-"""`stoker selftest`: does the native library load, fit this CPU, share torch's threads, and compute what it should?"""
+"""`stoker selftest`: checks that the native library loads, fits this CPU, shares torch's threads, and computes correctly."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from rich.console import Console
 from rich.text import Text
 
 from stoker.cli.parsing import Parser
+from stoker.errors import one_line
 
 __all__ = ["main"]
 
 
 def main(argv: list[str]) -> int:
-    Parser("selftest", "check that the native library works here").parse_args(argv)
+    Parser("selftest", "check that the native library works on this machine").parse_args(argv)
     console = Console(highlight=False, soft_wrap=True)
     checks: tuple[tuple[str, Callable[[], str]], ...] = (
         ("native library", _library),
-        ("one thread pool", _one_pool),
+        ("OpenMP threads", _openmp),
         ("dropout", _dropout),
     )
     for name, check in checks:
         try:
             console.print(Text.assemble(("ok    ", "bold green"), f"{name}: {check()}"))
-        except Exception as error:  # whatever fails is the finding; later checks would only repeat it
-            reason = str(error) or type(error).__name__
-            console.print(Text.assemble(("fails ", "bold red"), f"{name}: {reason}"))
+        except Exception as error:  # later checks would fail for the same reason
+            console.print(Text.assemble(("fails ", "bold red"), f"{name}: {one_line(error)}"))
             return 1
     return 0
 
@@ -42,11 +42,11 @@ def _library() -> str:
     library = native.library()
     library.stoker_isa.restype = ctypes.c_char_p
     built_for = library.stoker_isa().decode()
-    _require(built_for == native.level(), f"the {native.level()} library says it was built for {built_for}")
+    _require(built_for == native.level(), f"the {native.level()} library was built for {built_for}; reinstall Stoker")
     return f"{built_for} build, interface {native.header().digest[:8]} ({library._name})"
 
 
-def _one_pool() -> str:
+def _openmp() -> str:
     import torch
 
     from stoker.kernels import native
@@ -55,10 +55,16 @@ def _one_pool() -> str:
     torch.ones(1 << 20).sum()  # starts torch's pool
     threads = native.threads()
     got = native.library().stoker_count_threads(threads)
-    _require(got == threads, f"asked OpenMP for {threads} threads and got {got}")
+    _require(
+        got == threads,
+        f"OpenMP started {got} of {threads} threads; check OMP_THREAD_LIMIT and ulimit -u",
+    )
     pools = loaded_openmp()
-    _require(len(pools) < 2, f"{len(pools)} OpenMP runtimes are loaded: {', '.join(pools)}")
-    return f"{threads} threads of {', '.join(pools) or 'an OpenMP runtime that does not show itself'}"
+    _require(
+        len(pools) < 2,
+        f"{len(pools)} OpenMP runtimes are loaded ({', '.join(pools)}); remove the LD_PRELOAD or the package that loads one",
+    )
+    return f"{threads} threads of {', '.join(pools) or 'an unknown OpenMP runtime'}"
 
 
 def _dropout() -> str:
@@ -76,13 +82,16 @@ def _dropout() -> str:
             x = torch.ones(rows, columns, requires_grad=True)
             y = dropout(x, rate)
             (gradient,) = torch.autograd.grad(y.sum(), x)
-            _require(torch.equal(gradient, y.detach()), "the gradient uses another mask")
+            _require(
+                torch.equal(gradient, y.detach()),
+                "the backward pass uses another mask; please report this",
+            )
             masks.append(y.detach())
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
-    _require(torch.equal(*masks), f"1 and {threads} threads give different masks")
+    _require(torch.equal(*masks), f"1 and {threads} threads give different masks; please report this")
     dropped = (masks[0] == 0).float().mean().item()
-    # Half a million decisions at 0.1 have a standard deviation of 0.0004; five of them never happen by chance.
-    _require(abs(dropped - rate) < 0.0021, f"dropped {dropped:.4f} where {rate} was asked")
-    return f"dropped {dropped:.4f} of {rate} asked, same mask for 1 and {threads} threads and in backward"
+    # Half a million samples at 0.1 have a standard deviation of 0.0004; five of them do not happen by chance.
+    _require(abs(dropped - rate) < 0.0021, f"dropped {dropped:.4f} instead of {rate} of the values; please report this")
+    return f"dropped {dropped:.4f} at a rate of {rate}; the same mask with 1 and {threads} threads and in the backward pass"

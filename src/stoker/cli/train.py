@@ -1,23 +1,23 @@
-"""`stoker train TASK`: fine-tunes a model. The short help is written here; all flags are Hugging Face's own."""
+"""`stoker train TASK`: fine-tunes a model. This file contains the short help; the options are Hugging Face's own."""
 
 from __future__ import annotations
 
 from stoker import streams
-from stoker.cli.parsing import did_you_mean
-from stoker.errors import UserError
+from stoker.cli.parsing import did_you_mean, require_transformers
+from stoker.errors import UserError, one_line
 
 __all__ = ["main"]
 
 _TASKS = {
     "qa": "answer questions from texts (SQuAD)",
-    "classify": "put texts or pairs into classes, or rate them (GLUE)",
+    "classify": "classify texts or pairs of texts, or predict a number (GLUE)",
 }
 
 _OVERVIEW = """usage: stoker train TASK [options]
 
 Fine-tunes a model, evaluates it, and writes it with a report of the run. Tasks:
   qa         answer questions from texts (SQuAD 1.1 and 2.0)
-  classify   put texts or pairs of texts into classes, or give them a number (GLUE)
+  classify   classify texts or pairs of texts, or predict a number for them (GLUE)
 
 `stoker train TASK --help` lists the common options, --help-all every one."""
 
@@ -26,12 +26,12 @@ What to do:
   --do_train                      train
   --do_eval                       evaluate
   --do_predict                    predict the test file
-  --output_dir DIR                where model, checkpoints, metrics and report go
+  --output_dir DIR                folder for model, checkpoints, metrics and report
 
 Model:
   --model_name_or_path NAME       a folder, or the name of a model on the hub
   --bf16                          bf16 activations with fp32 weights, on any CPU
-  --no_ipex                       leave the model as transformers made it: stock speed, for comparison
+  --no_ipex                       do not optimize the model: stock speed, for comparison
 
 Training:
   --num_train_epochs 3            or --max_steps N
@@ -44,8 +44,8 @@ Training:
 Checkpoints:
   --save_steps 500                or --save_strategy epoch|no
   --save_total_limit N            keep the newest N, and the best
-  --overwrite_output_dir          start over; without it, a run goes on from its newest whole checkpoint
-  --resume_from_checkpoint DIR    go on from this one
+  --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
+  --resume_from_checkpoint DIR    resume from this one
 
 Several processes (stoker launch -n 4 -m stoker train TASK ...):
   --ddp_backend ccl               shared memory within a machine
@@ -55,7 +55,7 @@ Several processes (stoker launch -n 4 -m stoker train TASK ...):
 Logs:
   --logging_steps N
   --eval_strategy steps|epoch     evaluate while training, every --eval_steps
-  --report_to tensorboard         and the other integrations of transformers
+  --report_to tensorboard         or another integration of transformers
 """
 
 _HELP = {
@@ -65,9 +65,9 @@ Fine-tunes a model to answer questions from texts. The flags are those of Huggin
 
 Data (SQuAD JSON nested or flat, JSON lines, CSV, Parquet; .gz too):
   --train_file, --validation_file, --test_file FILE
-  --dataset_name squad            or a data set of the hub
+  --dataset_name squad            or a data set on the hub
   --version_2_with_negative       some questions have no answer (SQuAD 2.0)
-  --max_seq_length 384            most tokens of question and text together
+  --max_seq_length 384            maximum tokens of question and text together
   --doc_stride 128                tokens by which windows over long texts overlap
   --max_train_samples, --max_eval_samples N
   --strict                        stop at the first row that cannot be used
@@ -86,8 +86,8 @@ Fine-tunes a model to classify texts or pairs of texts. The flags are those of H
 Data (TSV, CSV, JSON, JSON lines, Parquet; .gz too):
   --train_file, --validation_file, --test_file FILE
   --task_name mrpc                a GLUE task: its columns and metrics, and its data unless files are given
-  --dataset_name NAME             or a data set of the hub
-  --text_column_names A,B         the columns with one or two texts; guessed by name without it
+  --dataset_name NAME             or a data set on the hub
+  --text_column_names A,B         the columns with one or two texts (default: guessed by name)
   --label_column_name C
   --do_regression                 the label is a number
   --metric_name accuracy,f1
@@ -109,22 +109,15 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in {"-h", "--help"}:
         print(_OVERVIEW)
         return 0
-    task, rest = argv[0], ["--use_ipex=False" if word == "--no_ipex" else word for word in argv[1:]]
+    task, rest = argv[0], ["--use_ipex=False" if argument == "--no_ipex" else argument for argument in argv[1:]]
     if task not in _TASKS:
         raise UserError(
-            f"stoker train: unknown task {task!r}{did_you_mean(task, _TASKS)}; there are {', '.join(_TASKS)}"
+            f"stoker train: unknown task {task!r}{did_you_mean(task, _TASKS)}; choose {' or '.join(_TASKS)}"
         )
     if not rest or "-h" in rest or "--help" in rest:
         print(_HELP[task])
         return 0
-    try:
-        import transformers  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise UserError(_broken_import(error)) from None
-        raise UserError("stoker train needs transformers and accelerate: pip install 'stoker[hf]'") from None
-    except ImportError as error:
-        raise UserError(_broken_import(error)) from None
+    require_transformers("stoker train", extra="hf")
     if "--help-all" in rest:
         return _all_help(task)
     streams.keep_running()
@@ -134,15 +127,8 @@ def main(argv: list[str]) -> int:
         from stoker.tasks.classify.train import main as run
     try:
         return run(rest)
-    except ImportError as error:  # a package that some option needs, asked for when training starts
-        raise UserError(f"stoker train {task}: {' '.join(str(error).split())}") from None
-
-
-def _broken_import(error: ImportError) -> str:
-    return (
-        f"transformers is installed but cannot be imported: {' '.join(str(error).split())}; install it again, or rename "
-        "a file of your own in this directory that has the name of a package"
-    )
+    except ImportError as error:  # a package that some option needs, imported when training starts
+        raise UserError(f"stoker train {task}: {one_line(error)}") from None
 
 
 def _all_help(task: str) -> int:

@@ -1,7 +1,7 @@
 """What this computer is: instruction sets, cores, NUMA nodes, limits, software and measured rates; no torch on import.
 
-`Machine.read()` gives the facts. Beside it, `measure` measures and `rates` keeps the figures, `software` looks at what is
-installed, `verdicts` says what follows, and `page` shows it all.
+`Machine.read()` returns the facts. `measure` measures rates, `rates` stores them, `software` reads what is installed, `verdicts`
+derives advice, and `doctor_page` shows all of it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,5 @@ from stoker.machine.limits import Limits, Ulimit
 from stoker.machine.topology import Cache, Core, Cpu, Node
 
 __all__ = [
-    "Cache",
-    "Cgroup",
-    "Core",
-    "Cpu",
-    "CpuModel",
-    "InstructionSets",
-    "Limits",
-    "Machine",
-    "Node",
-    "Ulimit",
-    "this_machine",
-]
+    "Cache", "Cgroup", "Core", "Cpu", "CpuModel", "InstructionSets", "Limits", "Machine", "Node", "Ulimit", "this_machine",
+]  # fmt: skip

@@ -1,8 +1,8 @@
-"""The user's cache directory: what was measured, tokenized and compiled on this machine, readable and writable by the user alone.
+"""The user's cache directory: measurements, tokenized data and compiled backends, accessible only to the user.
 
-$STOKER_CACHE_DIR, else $XDG_CACHE_HOME/stoker, else ~/.cache/stoker. Losing it costs time, nothing else, so a broken file
-reads as a missing one, and so does a file that somebody else could have written; no file is ever half written. That the
-directory cannot be written is for the caller to say.
+$STOKER_CACHE_DIR, else $XDG_CACHE_HOME/stoker, else ~/.cache/stoker. The cache only saves time, so a broken file counts as
+missing, and so does one that somebody else could have written. Files are written atomically. Callers report a directory
+that cannot be written.
 """
 
 from __future__ import annotations
@@ -22,17 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 __all__ = [
-    "UntrustedCache",
-    "cache_directory",
-    "check_file",
-    "load",
-    "make_directory",
-    "open_file",
-    "save",
-    "trusted_directory",
-    "warn",
+    "UntrustedCache", "cache_directory", "check_file", "load", "make_directory", "open_file", "save", "trusted_directory", "warn",
     "writing",
-]
+]  # fmt: skip
 
 log = logging.getLogger("stoker")
 
@@ -40,7 +32,7 @@ _warned: set[str] = set()
 
 
 class UntrustedCache(PermissionError):
-    """Somebody else could have written this; `strerror` is the reason, and says what to do."""
+    """Somebody else could have written this file or directory; `strerror` says why and what to do."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(errno.EPERM, reason)
@@ -50,7 +42,7 @@ class UntrustedCache(PermissionError):
 
 
 def cache_directory() -> Path | None:
-    """Where the cache is, or would be; None if the user has no home."""
+    """The path of the cache, whether it exists or not; None if the user has no home directory."""
     if chosen := os.environ.get("STOKER_CACHE_DIR"):
         return Path(chosen)
     xdg = os.environ.get("XDG_CACHE_HOME", "")
@@ -63,7 +55,7 @@ def cache_directory() -> Path | None:
 
 
 def trusted_directory(inside: str = "") -> Path:
-    """The cache directory, or the one of that name inside it, without symbolic links.
+    """The cache directory, or its subdirectory `inside`, with symbolic links resolved.
 
     Raises UntrustedCache if anybody but the user (and root) could change what is in it, OSError if it is missing.
     """
@@ -72,7 +64,7 @@ def trusted_directory(inside: str = "") -> Path:
 
 
 def _trusted(directory: Path) -> Path:
-    # What a link in the path points to may change later, so the path that was checked is the one that is used.
+    # Links may change later, so the resolved path that was checked is the one that is returned.
     real = Path(os.path.realpath(directory))
     for parent in reversed(real.parents):
         _check_parent(parent, real)
@@ -89,12 +81,12 @@ def _trusted(directory: Path) -> Path:
 
 
 def make_directory(inside: str = "") -> Path:
-    """As `trusted_directory`; what is missing is made, open to the user alone."""
+    """As `trusted_directory`, but creates what is missing, accessible only to the user."""
     chosen = Path(os.path.abspath(_location()))
     _make(chosen / inside)
     directory = trusted_directory(inside)
     if not os.environ.get("STOKER_CACHE_DIR") and not chosen.is_symlink():
-        os.chmod(chosen, 0o700)  # the default location is ours alone; others need not see what is in it
+        os.chmod(chosen, 0o700)  # the default location is private
     return directory
 
 
@@ -110,7 +102,7 @@ def open_file(path: Path, *, make: bool = False) -> IO[bytes]:
     """
     access = os.O_RDWR | os.O_CREAT if make else os.O_RDONLY
     try:
-        # not blocking: a pipe of this name must not hold up the run
+        # non-blocking: opening a pipe of this name must not block
         descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -126,7 +118,7 @@ def open_file(path: Path, *, make: bool = False) -> IO[bytes]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` when it is complete, open to the user alone."""
+    """A temporary file, accessible only to the user, that replaces `path` when it is complete."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -138,7 +130,7 @@ def writing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def load(name: str) -> dict[str, Any] | None:
-    """The contents of the file `name`; None if it is missing, unreadable, not trusted or not what was written."""
+    """The contents of the JSON file `name`; None if it is missing, unreadable, untrusted or not a JSON object."""
     try:
         with open_file(trusted_directory() / name) as file:
             data = json.load(file)
@@ -151,7 +143,7 @@ def load(name: str) -> dict[str, Any] | None:
 
 
 def save(name: str, data: dict[str, Any]) -> None:
-    """Writes `name` beside and renames it into place. Raises OSError with a reason if that is not possible."""
+    """Writes the JSON file `name` atomically. Raises OSError with a reason if that is not possible."""
     with writing(make_directory() / name) as file:
         file.write(json.dumps(data, indent=1).encode())
 
@@ -172,12 +164,12 @@ def _location() -> Path:
 
 def _make(directory: Path) -> None:
     if not directory.is_dir():
-        _make(directory.parent)  # one by one: mkdir(parents=True) gives the mode to the last only
+        _make(directory.parent)  # one by one: mkdir(parents=True) applies the mode to the last one only
         directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def _check_parent(parent: Path, directory: Path) -> None:
-    """Whoever may write to a directory may rename what is in it, unless the directory is sticky, as /tmp is."""
+    """Whoever can write to a directory can rename its entries, unless the directory is sticky, like /tmp."""
     status = os.lstat(parent)
     advice = "set STOKER_CACHE_DIR to a directory in your home"
     if status.st_uid not in (0, os.geteuid()) and not _unmapped(status.st_uid):
@@ -203,20 +195,20 @@ def _others_write(path: Path, status: os.stat_result) -> bool:
         return True
     if not status.st_mode & stat.S_IWGRP:
         return False
-    # An access control list that lets others write shows in the bits of the group.
+    # An access control list that grants write access shows in the group bits.
     return not _group_of_one(status.st_gid) or "system.posix_acl_access" in _attributes(path)
 
 
 def _attributes(path: Path) -> list[str]:
     try:
         return os.listxattr(path, follow_symlinks=False)
-    except OSError:  # this file system has none
+    except OSError:  # not supported by this file system
         return []
 
 
 @functools.cache
 def _group_of_one(gid: int) -> bool:
-    """Whether this is the user's private group: with umask 002, which goes with such groups, all files are group-writable."""
+    """Whether this is the user's private group. Systems with such groups use umask 002, which makes all files group-writable."""
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
     except KeyError:
@@ -226,7 +218,7 @@ def _group_of_one(gid: int) -> bool:
 
 @functools.cache
 def _unmapped(uid: int) -> bool:
-    """Whether this is the owner that a container shows for directories whose real owner it does not know, as a rule root."""
+    """Whether this is the overflow uid, which a container shows for owners outside its user namespace, usually root."""
     try:
         ranges = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
         return uid == int(Path("/proc/sys/kernel/overflowuid").read_text()) and not any(

@@ -1,8 +1,7 @@
-"""Control groups, versions 1 and 2: what a container, a batch system or systemd lets this process have.
+"""Control groups, versions 1 and 2: the limits that a container, a batch system or systemd sets for this process.
 
-A limit of any ancestor binds as well, so every reader walks from the process's own group up to the mount point. In a
-container the group's path in /proc/self/cgroup may be that of the host; the mount's root in mountinfo tells how much of
-it to leave out.
+Limits of ancestors apply too, so every reader walks from the process's own group up to the mount point. In a container the
+group's path in /proc/self/cgroup may be that of the host; the mount's root in mountinfo is the prefix to remove.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _UNLIMITED = 1 << 60  # version 1 writes "no memory limit" as the largest multip
 @dataclass(frozen=True)
 class Cgroup:
     version: str | None
-    """v1, v2, or v1+v2 for the mixed layout; None where there is none to be seen."""
+    """v1, v2, or v1+v2 for the hybrid layout; None if none is visible."""
     quota: float | None
     """CPUs' worth of time per second."""
     cpuset: tuple[int, ...] | None
@@ -66,7 +65,7 @@ def read_cgroup(tree: Tree) -> Cgroup:
         sets += [tree.cpu_list(f"{where}/{name}") for name in ("cpuset.effective_cpus", "cpuset.cpus")]
     used = [tree.number(f"{where}/memory.current") for where in v2_directories()]
     used += [tree.number(f"{where}/memory.usage_in_bytes") for where in v1_directories("memory")]
-    # A hybrid system mounts an empty version 2 tree beside the real one; it has no controllers and is not worth a word.
+    # A hybrid system mounts an empty version 2 tree without controllers, which is not reported.
     v2_counts = any((tree.text(f"{mount.point}/cgroup.controllers") or "") for mount in v2) or not v1
     return Cgroup(
         version="+".join(["v1"] * bool(v1) + ["v2"] * bool(v2 and v2_counts)) or None,
@@ -91,7 +90,7 @@ def _mounts(tree: Tree) -> list[_Mount]:
             mounts.append(_Mount(_unescape(fields[4]), _unescape(fields[3]), frozenset(about[2].split(","))))
     if mounts:
         return mounts
-    # No mountinfo (some sandboxes hide it): the places every distribution uses.
+    # No mountinfo (some sandboxes hide it): use the standard locations.
     if tree.text("/sys/fs/cgroup/cgroup.controllers") is not None:
         return [_Mount("/sys/fs/cgroup", "/", None)]
     return [
@@ -113,9 +112,9 @@ def _groups(tree: Tree) -> dict[str, str]:
 
 
 def _upwards(tree: Tree, mount: _Mount, group: str | None) -> Iterator[str]:
-    """The directories from the process's own group up to the mount point, as far as they can be seen from here."""
+    """The directories from the process's own group up to the mount point, as far as they are visible."""
     path = (group or "/").rstrip("/")
-    if ".." in path.split("/"):  # the group lies outside the namespace
+    if ".." in path.split("/"):  # the group is outside the namespace
         path = ""
     root = mount.root.rstrip("/")
     if root and (path == root or path.startswith(root + "/")):

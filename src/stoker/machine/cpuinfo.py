@@ -1,4 +1,4 @@
-"""/proc/cpuinfo: who made the CPU, what it is called, and which features it has, on x86 and Arm."""
+"""/proc/cpuinfo: vendor, model and features of the CPU, on x86 and Arm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stoker.machine.tree import Tree
 
 __all__ = ["CpuModel", "Processor", "read_cpu_model", "read_flags", "read_processors"]
 
-# Arm cores say who they are by number. The server cores people rent, from Arm's MIDR_EL1 tables.
+# Arm cores identify themselves by number. Common server cores, from Arm's MIDR_EL1 tables.
 _ARM_IMPLEMENTERS = {0x41: "ARM", 0x46: "Fujitsu", 0x48: "HiSilicon", 0x51: "Qualcomm", 0x61: "Apple", 0xC0: "Ampere"}
 _ARM_PARTS = {
     (0x41, 0xD08): "Cortex-A72",
@@ -30,10 +30,10 @@ Processor = dict[str, str]
 
 @dataclass(frozen=True)
 class CpuModel:
-    """What the CPU is called. None stands for unknown, here and in all facts about a machine."""
+    """Identification of the CPU. None means unknown, as in all facts about a machine."""
 
     vendor: str | None
-    """As the CPU says it: GenuineIntel, AuthenticAMD, ARM."""
+    """As the CPU reports it: GenuineIntel, AuthenticAMD, ARM."""
     name: str | None
     family: int | None
     """CPUID family on x86; None elsewhere."""
@@ -43,9 +43,9 @@ class CpuModel:
     architecture: str | None
     """x86_64, aarch64, or what the kernel calls it."""
     nominal_ghz: float | None
-    """The clock that is promised, without boost, where it is known."""
+    """The nominal clock, without boost."""
     virtual: bool | None
-    """Whether this is a virtual machine; None where that cannot be told."""
+    """Whether this is a virtual machine."""
 
 
 def read_processors(tree: Tree) -> list[Processor]:
@@ -64,7 +64,7 @@ def read_processors(tree: Tree) -> list[Processor]:
 
 def read_flags(processors: list[Processor]) -> frozenset[str]:
     """The features that every CPU of the machine has (on some Arm systems they differ)."""
-    # Hundreds of CPUs give the same line: split each distinct one only.
+    # Hundreds of CPUs have the same line; split each distinct one once.
     lines = {fields.get("flags") or fields.get("Features") or "" for fields in processors}
     sets = [frozenset(line.split()) for line in lines]
     return frozenset.intersection(*sets) if sets else frozenset()
@@ -112,7 +112,7 @@ def _nominal_ghz(tree: Tree, fields: Processor) -> float | None:
         return kilohertz / 1e6
     if match := re.search(r"@ *([0-9.]+) *GHz", fields.get("model name", "")):
         return float(match[1])
-    # In a virtual machine `cpu MHz` is the constant the hypervisor gives; on bare metal it is the clock of this moment.
+    # In a virtual machine `cpu MHz` is the constant the hypervisor gives; on bare metal it is the current clock.
     if "hypervisor" in fields.get("flags", "").split():
         try:
             return round(float(fields["cpu MHz"]) / 1e3, 3)

@@ -1,4 +1,4 @@
-"""The page that `stoker doctor` shows: facts in sections, rates in a table, verdicts last, where the eye is."""
+"""The page of `stoker doctor`: facts in sections, rates in a table, and the verdicts last, where they are seen first."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from stoker.english import counted
 from stoker.machine.facts import Machine
 from stoker.machine.peak import Share, share_of_peak
 from stoker.machine.rates import Rates
 from stoker.machine.software import Software
 from stoker.machine.topology import Cache
+from stoker.machine.tree import format_cpu_list
 from stoker.machine.verdicts import Verdict
 
-__all__ = ["doctor_page", "print_page", "ranges"]
+__all__ = ["doctor_page", "print_page"]
 
 _MARKS = {"good": ("ok", "bold green"), "advice": ("note", "bold cyan"), "warning": ("!!", "bold yellow")}
 Row = tuple[str, str]
@@ -75,7 +77,7 @@ def _cpu_rows(machine: Machine) -> list[Row]:
     rows.append(("memory", gigabytes(machine.memory_total)))
     rows.append(("caches", _caches(machine.caches)))
     sets = machine.isa
-    rows.append(("has", " ".join(sets.present) or ("none that matters here" if sets.flags else "unknown")))
+    rows.append(("has", " ".join(sets.present) or ("none of those that matter" if sets.flags else "unknown")))
     if sets.absent and sets.flags:
         rows.append(("lacks", " ".join(sets.absent)))
     return rows
@@ -85,9 +87,9 @@ def _cores(machine: Machine) -> str:
     if not machine.cpus:
         return "unknown"
     parts = [
-        _count(machine.sockets, "socket"),
-        _count(len(machine.cores), "physical core"),
-        _count(len(machine.cpus), "logical CPU"),
+        counted(machine.sockets, "socket"),
+        counted(len(machine.cores), "physical core"),
+        counted(len(machine.cpus), "logical CPU"),
     ]
     if machine.threads_per_core > 1:
         parts.append(f"SMT with {machine.threads_per_core} threads per core")
@@ -99,27 +101,30 @@ def _cores(machine: Machine) -> str:
 
 def _nodes(machine: Machine) -> list[str]:
     return [
-        f"node {node.number}: " + (f"CPUs {ranges(node.cpus)}, " if node.cpus else "no CPUs, ") + gigabytes(node.memory)
+        f"node {node.number}: "
+        + (f"CPUs {format_cpu_list(node.cpus)}, " if node.cpus else "no CPUs, ")
+        + gigabytes(node.memory)
         for node in machine.nodes
     ]
 
 
 def _caches(caches: tuple[Cache, ...]) -> str:
     kinds = {"data": "d", "instruction": "i"}
-    counted = Counter((cache.level, kinds.get(cache.kind, ""), cache.size) for cache in caches)
+    kinds_of_cache = Counter((cache.level, kinds.get(cache.kind, ""), cache.size) for cache in caches)
     lines = [
-        f"L{level}{kind} {count} x {kilobytes(size)}" for (level, kind, size), count in sorted(counted.items(), key=str)
+        f"L{level}{kind} {count} x {kilobytes(size)}"
+        for (level, kind, size), count in sorted(kinds_of_cache.items(), key=str)
     ]
     return ", ".join(lines) or "unknown"
 
 
 def _limit_rows(machine: Machine) -> list[Row]:
     limits, group = machine.limits, machine.limits.cgroup
-    usable = f"{ranges(machine.usable_cpus)} ({_count(len(machine.usable_cores), 'physical core')})"
+    usable = f"{format_cpu_list(machine.usable_cpus)} ({counted(len(machine.usable_cores), 'physical core')})"
     quota = "none" if machine.quota is None else f"{machine.quota:g} CPUs' worth of time"
     rows = [
         ("CPUs", usable if machine.usable_cpus else "unknown"),
-        ("quota", f"{quota} (cgroup {group.version})" if group.version else "unknown (no cgroup to be seen)"),
+        ("quota", f"{quota} (cgroup {group.version})" if group.version else "unknown (no cgroup found)"),
         ("memory", _memory(machine)),
         ("/dev/shm", gigabytes(limits.shm_size)),
         ("huge pages", limits.huge_pages or "unknown"),
@@ -133,7 +138,7 @@ def _memory(machine: Machine) -> str:
     limit, total = machine.limits.cgroup.memory_limit, machine.memory_total
     text = gigabytes(machine.usable_memory)
     if limit is not None and (total is None or limit < total):
-        text += " (limit of the container)"
+        text += " (container limit)"
     if machine.memory_available is not None:
         text += f", {gigabytes(machine.memory_available)} available on the machine"
     return text
@@ -156,9 +161,11 @@ def _software_rows(software: Software) -> list[Row]:
         build = [f"{torch.capability} kernels" if torch.capability else "", f"BLAS {torch.blas}" if torch.blas else ""]
         build += [f"oneDNN {torch.onednn}" if torch.onednn else "", torch.compiler or ""]
         build.append(f"CUDA {torch.cuda}" if torch.cuda else "CPU build")
-        rows.append(("torch", f"{torch.version} ({', '.join(filter(None, build))}), {_count(torch.threads, 'thread')}"))
+        rows.append(
+            ("torch", f"{torch.version} ({', '.join(filter(None, build))}), {counted(torch.threads, 'thread')}")
+        )
     else:
-        rows.append(("torch", f"does not import: {software.torch_error}"))
+        rows.append(("torch", f"cannot be imported: {software.torch_error}"))
     others = [f"{name} {version}" for name, version in software.versions.items() if name != "torch"]
     rows.append(("packages", ", ".join(others) or "none"))
     rows.append(("OpenMP", ", ".join(software.openmp) or "none loaded"))
@@ -177,7 +184,7 @@ def _software_rows(software: Software) -> list[Row]:
 def _rates_table(machine: Machine, rates: Rates) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("")
-    for heading in ("one thread", _count(rates.threads, "thread"), "peak", "reached"):
+    for heading in ("one thread", counted(rates.threads, "thread"), "peak", "reached"):
         table.add_column(heading, justify="right")
     shares = {dtype: share_of_peak(machine, rates, dtype) for dtype in ("fp32", "bf16")}
     for dtype, one, every in (("fp32", rates.fp32_one, rates.fp32_all), ("bf16", rates.bf16_one, rates.bf16_all)):
@@ -208,13 +215,13 @@ def _peak_and_share(share: Share | None) -> Row:
 def _disproved(dtype: str, share: Share) -> str:
     return (
         f"the {dtype} product exceeds the peak of {share.peak:,.0f} GFLOP/s that follows from {share.ghz:.2f} GHz: "
-        "the clock rose after it was measured, or the CPU does more per cycle than is documented"
+        "the clock rose after it was measured, or the CPU does more per cycle than documented"
     )
 
 
 def _clock(machine: Machine, rates: Rates) -> str:
     if not rates.clock_all:
-        return "clock not measured, peak at the nominal one, " if machine.model.nominal_ghz else ""
+        return "clock not measured, peak at nominal clock, " if machine.model.nominal_ghz else ""
     lower = machine.isa.bf16_units and rates.clock_bf16 and f"{rates.clock_bf16:.2f}" != f"{rates.clock_all:.2f}"
     bf16 = f" ({rates.clock_bf16:.2f} GHz in bf16)" if lower else ""
     return f"clock during the products {rates.clock_all:.2f} GHz{bf16}, "
@@ -232,17 +239,6 @@ def _verdict_table(verdicts: tuple[Verdict, ...]) -> RenderableType:
             text.append(verdict.action, style="bold")
         grid.add_row(Text(mark, style=style), text)
     return grid
-
-
-def ranges(numbers: tuple[int, ...]) -> str:
-    """0, 1, 2, 5 -> 0-2,5: as the kernel writes it."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def gigabytes(size: int | None) -> str:
@@ -270,7 +266,3 @@ def _rate(value: float) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,4 +1,4 @@
-"""`Machine`: everything the other rooms need to know about the computer, read in milliseconds, without torch."""
+"""`Machine`: everything that the other packages need to know about the computer, read in milliseconds, without torch."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ __all__ = ["Machine", "this_machine"]
 class Machine:
     """What a computer is, and what this process may use of it.
 
-    None stands for unknown. CPUs are named by the numbers of the kernel throughout.
+    None means unknown. CPUs are identified by their kernel numbers.
     """
 
     model: CpuModel
     isa: InstructionSets
     cpus: tuple[Cpu, ...]
-    """The logical CPUs that are switched on."""
+    """The logical CPUs that are online."""
     nodes: tuple[Node, ...]
     caches: tuple[Cache, ...]
     memory_total: int | None
     """Bytes."""
     memory_available: int | None
-    """Bytes that programs can still get without swapping, of the whole machine."""
+    """Bytes that programs can still allocate without swapping, on the whole machine."""
     limits: Limits
 
     @classmethod
     def read(cls, root: str | os.PathLike[str] = "/") -> Machine:
-        """Reads the machine whose /proc and /sys lie below `root`. Never raises: what cannot be read is unknown."""
+        """Reads the machine whose /proc and /sys are below `root`. Never raises: what cannot be read is unknown."""
         tree = Tree(root)
         processors = read_processors(tree)
         model = read_cpu_model(tree, processors)
@@ -108,13 +108,13 @@ class Machine:
 
     @property
     def fast_cores(self) -> tuple[Core, ...]:
-        """The usable cores a training should run on: the performance cores, unless this process has none."""
+        """The usable cores to train on: the performance cores, unless this process has none."""
         fast = tuple(core for core in self.usable_cores if core.kind == "performance")
         return fast or self.usable_cores
 
     @property
     def usable_threads(self) -> int:
-        """Threads that compute without getting in each other's way: one per fast core, no more than the quota."""
+        """The best number of compute threads: one per fast core, within the quota."""
         threads = len(self.fast_cores)
         if self.quota is not None:
             threads = min(threads, int(self.quota))
@@ -122,13 +122,13 @@ class Machine:
 
     @property
     def usable_memory(self) -> int | None:
-        """Bytes this process may have at most: the machine's memory or the container's limit."""
+        """Bytes that this process may use: the machine's memory or the container's limit."""
         known = [size for size in (self.memory_total, self.limits.cgroup.memory_limit) if size is not None]
         return min(known, default=None)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal for machines on which the same measurements hold: same CPU, same shape, same limits."""
+        """Equal for machines that share measurements: same CPU, same topology, same limits."""
         identity = {
             "model": dataclasses.asdict(self.model),
             "flags": sorted(self.isa.flags),
@@ -140,7 +140,7 @@ class Machine:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Facts and what follows from them, for JSON."""
+        """Facts and derived values, for JSON."""
         facts = dataclasses.asdict(self)
         facts["isa"]["flags"] = sorted(self.isa.flags)
         facts["isa"]["bf16_units"] = self.isa.bf16_units

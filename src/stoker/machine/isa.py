@@ -1,4 +1,4 @@
-"""Instruction sets that matter for training, by the names people use and the flags the kernel shows."""
+"""Instruction sets that matter for training: their common names and the kernel's flags."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ _LOWERED_BY = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA", 
 
 
 def lowered_by() -> str:
-    """The settings that hold kernels below what the CPU has: what is measured under them holds only under them."""
+    """The environment variables in effect that limit kernels to older instruction sets; measurements are stored per setting."""
     return ",".join(f"{name}={os.environ[name]}" for name in _LOWERED_BY if os.environ.get(name))
 
 
 @dataclass(frozen=True)
 class InstructionSets:
-    """What the CPU can compute with."""
+    """The instruction sets of a CPU."""
 
     present: tuple[str, ...]
-    """Names out of X86_SETS or ARM_SETS, in that order."""
+    """Names from X86_SETS or ARM_SETS, in their order."""
     absent: tuple[str, ...]
     flags: frozenset[str]
     """Every feature flag, as the kernel spells it."""
 
     @property
     def bf16_units(self) -> str | None:
-        """The units that multiply bf16 numbers; None if there are none, so that products are made in fp32."""
+        """The units that multiply bf16 numbers; None if the CPU has none and products are computed in fp32."""
         for name in ("AMX-BF16", "AVX512-BF16", "SVE-BF16", "BF16"):
             if name in self.present:
                 return name

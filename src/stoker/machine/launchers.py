@@ -13,7 +13,7 @@ from dataclasses import dataclass
 __all__ = ["Launcher", "find_launchers", "recognise"]
 
 _PROGRAMS = ("mpirun", "mpiexec", "torchrun", "srun")
-_SECONDS = 3.0  # an mpirun that waits for a daemon must not hold up the page
+_SECONDS = 3.0  # an mpirun that waits for a daemon must not delay the page
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Launcher:
 
 
 def find_launchers(path: str | None = None) -> tuple[Launcher, ...]:
-    """Those on PATH, and those beside the running Python: a venv's own are used even where it is not activated."""
+    """The launchers on PATH and beside the running Python, since those of a venv are used even if it is not activated."""
     places = [path if path is not None else os.environ.get("PATH", ""), os.path.dirname(sys.executable)]
     found: dict[str, str] = {}
     for place in places:
@@ -36,16 +36,16 @@ def find_launchers(path: str | None = None) -> tuple[Launcher, ...]:
             if where and os.path.realpath(where) not in map(os.path.realpath, found):
                 found[where] = program
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return tuple(pool.map(lambda item: _ask(item[1], item[0]), found.items()))
+        return tuple(pool.map(lambda item: _version_of(item[1], item[0]), found.items()))
 
 
-def _ask(program: str, path: str) -> Launcher:
-    if program == "torchrun":  # answering would import torch; its version is torch's
+def _version_of(program: str, path: str) -> Launcher:
+    if program == "torchrun":  # `torchrun --version` would import torch
         return Launcher(program, "torchrun", None, path)
     # Intel's mpirun is a script that calls its neighbours by name, and a venv's programs need not be on PATH.
     beside = os.pathsep.join((os.path.dirname(path), os.environ.get("PATH", os.defpath)))
     try:
-        answer = subprocess.run(
+        output = subprocess.run(
             [path, "--version"],
             env={**os.environ, "PATH": beside},
             stdin=subprocess.DEVNULL,
@@ -55,12 +55,12 @@ def _ask(program: str, path: str) -> Launcher:
             check=False,
         ).stdout.decode("utf-8", "replace")
     except (OSError, subprocess.SubprocessError):
-        answer = ""
-    kind, version = recognise(answer)
+        output = ""
+    kind, version = recognise(output)
     return Launcher(program, kind, version, path)
 
 
-def recognise(answer: str) -> tuple[str, str | None]:
+def recognise(output: str) -> tuple[str, str | None]:
     """The kind and version that a launcher's --version names."""
     for kind, mark, number in (
         ("Intel MPI", r"Intel\(R\) MPI", r"Version\s+([\d.]+)"),
@@ -68,7 +68,7 @@ def recognise(answer: str) -> tuple[str, str | None]:
         ("MPICH", r"HYDRA build details|^MPICH", r"Version:\s+(\d[\w.]*)"),
         ("Slurm", r"^slurm", r"slurm(?:-wlm)?\s+(\d[\w.]*)"),
     ):
-        if re.search(mark, answer, re.I | re.M):
-            match = re.search(number, answer, re.I)
+        if re.search(mark, output, re.I | re.M):
+            match = re.search(number, output, re.I)
             return kind, match[1] if match else None
     return "unknown", None

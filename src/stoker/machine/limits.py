@@ -1,4 +1,4 @@
-"""What this process may use of the machine: CPUs, memory, shared memory, and the limits of the shell."""
+"""Limits of this process: CPU affinity, cgroup, shared memory, huge pages and ulimits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ulimit:
 @dataclass(frozen=True)
 class Limits:
     affinity: tuple[int, ...] | None
-    """CPUs the scheduler may put this process on."""
+    """CPUs that the scheduler may run this process on."""
     cgroup: Cgroup
     shm_size: int | None
     """Bytes of /dev/shm."""
@@ -71,7 +71,7 @@ def _affinity(tree: Tree) -> tuple[int, ...] | None:
 
 
 def _shared_memory(tree: Tree) -> tuple[int | None, int | None]:
-    """Size and free bytes of /dev/shm; of a recorded machine, the size its mount line gives."""
+    """Size and free bytes of /dev/shm; for a recorded machine, the size in its mount line."""
     if tree.live:
         try:
             found = os.statvfs("/dev/shm")
@@ -83,7 +83,7 @@ def _shared_memory(tree: Tree) -> tuple[int | None, int | None]:
         if left.split()[4:5] == ["/dev/shm"] and right.startswith("tmpfs"):
             size = re.search(r"\bsize=(\w+)", right)
             total = meminfo(tree).get("MemTotal")
-            # A tmpfs without a size may hold half of the memory.
+            # A tmpfs without a size is limited to half of the memory.
             return (parse_size(size[1]) if size else total and total // 2), None
     return None, None
 

@@ -1,4 +1,4 @@
-"""What else the machine is doing at this moment, from two looks at /proc/stat."""
+"""The current load of the machine, from two readings of /proc/stat."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from stoker.machine.tree import Tree
 
-__all__ = ["Load", "between", "look", "others_during", "watch"]
+__all__ = ["Load", "between", "current_load", "others_during", "read_counters"]
 
 Ticks = tuple[int, ...]
 
@@ -16,33 +16,33 @@ Ticks = tuple[int, ...]
 @dataclass(frozen=True)
 class Load:
     busy: float
-    """CPUs' worth of work going on, of all processes."""
+    """CPUs kept busy, by all processes together."""
     stolen: float
-    """CPUs' worth of time that the hypervisor gave to other virtual machines."""
+    """CPUs that the hypervisor gave to other virtual machines."""
     cpus: int
 
     @property
     def disturbs(self) -> bool:
-        """Whether it is enough to slow a training down, or to spoil a measurement."""
+        """Whether it is enough to slow training down or to distort a measurement."""
         return self.busy > max(0.25 * self.cpus, 0.5)
 
 
-def watch(seconds: float = 0.2) -> Load | None:
-    """The load over the next moments; None where it cannot be told."""
+def current_load(seconds: float = 0.2) -> Load | None:
+    """The load over the next `seconds`; None if it cannot be read."""
     tree = Tree("/")
-    first = look(tree)
+    first = read_counters(tree)
     time.sleep(seconds)
-    second = look(tree)
+    second = read_counters(tree)
     return between(first, second) if first and second else None
 
 
 def others_during() -> Callable[[], Load | None]:
-    """Starts watching; the function it returns ends that, and gives the load without the work of this process."""
+    """Starts a measurement; the returned function ends it and returns the load without that of this process."""
     tree = Tree("/")
-    first, begin, own = look(tree), time.perf_counter(), time.process_time()
+    first, begin, own = read_counters(tree), time.perf_counter(), time.process_time()
 
     def end() -> Load | None:
-        second = look(tree)
+        second = read_counters(tree)
         load = between(first, second) if first and second else None
         if load is None:
             return None
@@ -52,8 +52,8 @@ def others_during() -> Callable[[], Load | None]:
     return end
 
 
-def look(tree: Tree) -> tuple[Ticks, int] | None:
-    """The counters of all CPUs together, and how many CPUs there are."""
+def read_counters(tree: Tree) -> tuple[Ticks, int] | None:
+    """The counters of all CPUs together, and the number of CPUs."""
     lines = (tree.text("/proc/stat") or "").splitlines()
     if not lines or not lines[0].startswith("cpu "):
         return None

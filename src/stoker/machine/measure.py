@@ -1,7 +1,7 @@
-"""Measures what this machine reaches: matrix products in fp32 and bf16 with the clock they ran at, and memory bandwidth.
+"""Measures matrix products in fp32 and bf16, the clock during them, and memory bandwidth.
 
-The best of many short runs counts, as in STREAM: whatever else the machine does can only make a run look slower.
-`stoker.machine.rates` says what the figures mean and keeps them.
+The best of many short runs counts, as in STREAM: other load can only make a run slower. `stoker.machine.rates` defines and
+stores the figures.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 __all__ = ["STEPS", "Clock", "Progress", "measure_rates", "remeasure"]
 
 Clock = Callable[[int], float | None]
-"""Threads -> the clock in GHz of that many busy cores (`stoker.kernels.clock`, which this package may not import)."""
+"""Threads -> the clock in GHz of that many busy cores (`stoker.kernels.clock`, which this package must not import)."""
 Progress = Callable[[str], None]
 """Called with the name of each step as it begins."""
 
 STEPS = ("fp32, one thread", "fp32, all threads", "bf16, one thread", "bf16, all threads", "memory bandwidth")
 
 _SMALLEST, _LARGEST = 128, 4096  # matrix sizes: 2 ms at the 2 GFLOP/s of emulated bf16, 200 MB at the other end
-_LONGEST = 0.25  # of a step's time for one product: long enough to outlast a busy scheduler, short enough to try again
-_PARTS = (0.45, 0.9)  # of a step's time, when its products are interrupted to look at the clock; clocks wander
+_LONGEST = 0.25  # of a step's time for one product: longer than scheduler noise, short enough to repeat
+_PARTS = (0.45, 0.9)  # of a step's time, at which the clock is measured; clocks change
 
 
 def measure_rates(
@@ -42,8 +42,8 @@ def measure_rates(
 ) -> Rates:
     """Measures in at most about `seconds`, with torch's own products. Leaves torch's thread count as it was.
 
-    `clock` has no default because rates without a clock are compared with the nominal one, which boost exceeds: pass
-    `stoker.kernels.clock.clock_ghz`, or None where only the rates are of interest.
+    `clock` has no default because rates without a clock are compared with the nominal one, which boost exceeds. Pass
+    `stoker.kernels.clock.clock_ghz`, or None if only the rates matter.
     """
     import torch
 
@@ -52,7 +52,7 @@ def measure_rates(
     threads, before = machine.usable_threads, torch.get_num_threads()
     say = progress or (lambda step: None)
     others = load.others_during()
-    watch = _ClockWatch(machine, clock)
+    probe = _ClockProbe(machine, clock)
     size = _SMALLEST
     products: list[tuple[float, float | None]] = []
     plan = ((torch.float32, 1), (torch.float32, threads), (torch.bfloat16, 1), (torch.bfloat16, threads))
@@ -61,12 +61,14 @@ def measure_rates(
             say(STEPS[index])
             torch.set_num_threads(count)
             share = (end - time.perf_counter()) / (len(STEPS) - index)
-            # All threads begin where one thread ended: on a busy machine small products measure the scheduler.
-            rate, size, ghz = _product_gflops(dtype, share, _SMALLEST if count == 1 else size, watch)
+            # All threads start with the size that one thread reached: small products would measure the scheduler.
+            rate, size, ghz = _product_gflops(dtype, share, _SMALLEST if count == 1 else size, probe)
             products.append((round(rate, 2), ghz))
         say(STEPS[4])
         torch.set_num_threads(threads)
-        arrays = [torch.zeros(_bandwidth_elements(machine)) for _ in range(3)]  # touched by those who will use them
+        arrays = [
+            torch.zeros(_bandwidth_elements(machine)) for _ in range(3)
+        ]  # first touched by the threads that use them
         bandwidth_all = _triad_gigabytes(arrays, (end - time.perf_counter()) / 2)
         torch.set_num_threads(1)
         bandwidth_one = _triad_gigabytes(arrays, end - time.perf_counter())
@@ -94,10 +96,10 @@ def measure_rates(
 def remeasure(
     machine: Machine, rates: Rates, *, clock: Clock | None, bf16: bool = False, seconds: float = 0.5
 ) -> Rates:
-    """`rates` after a second look at one product with all threads, saved if it is faster than before.
+    """Measures one product again with all threads; returns and stores updated rates if it is faster than before.
 
-    The first look may have met a busy minute. The clock is looked at with it: a new product held against an old clock
-    could exceed its peak.
+    The machine may have been busy the first time. The clock is measured too: a new product compared with an old clock could
+    exceed its peak.
     """
     import torch
 
@@ -105,7 +107,7 @@ def remeasure(
     torch.set_num_threads(rates.threads)
     try:
         dtype = torch.bfloat16 if bf16 else torch.float32
-        found, _, ghz = _product_gflops(dtype, seconds, 4 * _SMALLEST, _ClockWatch(machine, clock))
+        found, _, ghz = _product_gflops(dtype, seconds, 4 * _SMALLEST, _ClockProbe(machine, clock))
     finally:
         torch.set_num_threads(before)
     rate = round(found, 2)
@@ -123,16 +125,16 @@ def _highest(*clocks: float | None) -> float | None:
     return max((ghz for ghz in clocks if ghz), default=None)
 
 
-class _ClockWatch:
-    """Looks at the clock while a product keeps the cores busy: a core that only adds numbers may run faster."""
+class _ClockProbe:
+    """Measures the clock while a product keeps the cores busy: a core that only adds numbers may run faster."""
 
     def __init__(self, machine: Machine, clock: Clock | None) -> None:
         self._clock = clock
-        # Of the cores that multiply: an idle efficiency core would give its own clock.
+        # On the cores that run the product: an idle efficiency core has another clock.
         self._cpus = {cpu for core in machine.fast_cores for cpu in core.cpus} & set(machine.usable_cpus)
 
-    def look(self, product: Callable[[], object]) -> float | None:
-        """The clock in GHz of one core while `product` is repeated; None where it cannot be measured."""
+    def measure(self, product: Callable[[], object]) -> float | None:
+        """The clock in GHz of one core while `product` is repeated; None if it cannot be measured."""
         if self._clock is None:
             return None
         found: list[float | None] = []
@@ -144,13 +146,13 @@ class _ClockWatch:
         return round(found[0], 3) if found and found[0] else None
 
     def _watch(self, clock: Clock, found: list[float | None]) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # not on this system, or no longer allowed
+        with contextlib.suppress(AttributeError, OSError):  # not supported on this system, or not allowed
             os.sched_setaffinity(0, self._cpus)  # 0: this thread
         found.append(clock(1))
 
 
 def _product_gflops(
-    dtype: torch.dtype, seconds: float, size: int, watch: _ClockWatch
+    dtype: torch.dtype, seconds: float, size: int, probe: _ClockProbe
 ) -> tuple[float, int, float | None]:
     """The best rate of square products, the size that `size` has grown to, and the highest clock seen during products."""
     import torch
@@ -160,13 +162,15 @@ def _product_gflops(
     for part in _PARTS:
         rate, size = _best_product(dtype, begin + part * seconds, size, _LONGEST * seconds)
         best = max(best, rate)
-        left, right, out = (torch.ones(size // 2, size // 2, dtype=dtype) for _ in range(3))  # an eighth of the time
-        ghz = max(ghz, watch.look(functools.partial(torch.mm, left, right, out=out)) or 0.0)
+        left, right, out = (
+            torch.ones(size // 2, size // 2, dtype=dtype) for _ in range(3)
+        )  # takes an eighth of the time
+        ghz = max(ghz, probe.measure(functools.partial(torch.mm, left, right, out=out)) or 0.0)
     return best, size, ghz or None
 
 
 def _best_product(dtype: torch.dtype, end: float, size: int, longest: float) -> tuple[float, int]:
-    """The best rate until `end`, with a size that grows until a product takes long enough to be judged by; the last size."""
+    """The best rate until `end`, and the last size: it grows until a product takes long enough for a reliable timing."""
     import torch
 
     best, trials, shortest = 0.0, 0, math.inf
@@ -174,7 +178,7 @@ def _best_product(dtype: torch.dtype, end: float, size: int, longest: float) -> 
     while trials < 2 or time.perf_counter() < end:
         if left.shape[0] != size:
             left, right, out = (torch.ones(size, size, dtype=dtype) for _ in range(3))
-            torch.mm(left, right, out=out)  # the first of a size sets things up
+            torch.mm(left, right, out=out)  # warm-up
             shortest = math.inf
         start = time.perf_counter()
         torch.mm(left, right, out=out)
@@ -189,7 +193,7 @@ def _best_product(dtype: torch.dtype, end: float, size: int, longest: float) -> 
 
 
 def _bandwidth_elements(machine: Machine) -> int:
-    """Floats per array: four times the last-level caches, which then cannot help, in a small part of the memory."""
+    """Floats per array: four times the last-level caches, so that they cannot help, but a small part of the memory."""
     last = max((cache.level for cache in machine.caches), default=0)
     cached = sum(cache.size or 0 for cache in machine.caches if cache.level == last and cache.kind != "instruction")
     room = (machine.usable_memory or 1 << 32) // 24

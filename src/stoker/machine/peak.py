@@ -1,7 +1,7 @@
 """The arithmetic a core can do per cycle, by microarchitecture, the theoretical peak that follows, and the share reached.
 
-A table of what vendors document: vector width times multiply-add units times two. Where a CPU is not in it, the peak is
-unknown, not guessed. The clock is the one measured during the products; the nominal one is named where it had to do.
+A table of documented values: vector width times multiply-add units times two. For a CPU that is not in it, the peak is unknown,
+not guessed. The clock is the one measured during the products; if it was not measured, the nominal clock is used and named.
 """
 
 from __future__ import annotations
@@ -23,22 +23,15 @@ class PerCycle:
     """None without bf16 units."""
 
 
-_DISPROVED = 1.005  # of a peak, from where percentages round to more than 100
+_DISPROVED = 1.005  # of a peak: from here on percentages round to more than 100
 _AVX2_TWO_UNITS = 32  # 8 lanes x 2 units x (multiply + add)
 _AVX512_TWO_UNITS = 64
 _AMX_BF16 = 1024  # one 16 x 16 x 32 tile product every 16 cycles
 _INTEL_SMALL_CORES = {0xAF, 0xBE, 0xB6}  # Sierra Forest, Alder Lake-N, Grand Ridge: two 128-bit units
-_INTEL_SERVER_AVX512 = {
-    0x6A,
-    0x6C,
-    0x8F,
-    0xCF,
-    0xAD,
-    0xAE,
-}  # Ice Lake-SP/-D, Sapphire and Emerald Rapids, Granite Rapids
-_SKYLAKE_SERVER = (
-    0x55  # Skylake-SP, Cascade Lake, Cooper Lake: the cheaper ones have one 512-bit unit beside two of 256
-)
+# Ice Lake-SP/-D, Sapphire and Emerald Rapids, Granite Rapids
+_INTEL_SERVER_AVX512 = {0x6A, 0x6C, 0x8F, 0xCF, 0xAD, 0xAE}
+# Skylake-SP, Cascade Lake, Cooper Lake: the cheaper ones have one 512-bit unit beside two of 256
+_SKYLAKE_SERVER = 0x55
 _ARM = {
     0xD0C: PerCycle(16, None),  # Neoverse N1: 2 x 128 bit
     0xD40: PerCycle(32, 128),  # Neoverse V1: 2 x 256 bit SVE
@@ -90,7 +83,7 @@ def _intel_fp32(machine: Machine) -> int | None:
 
 
 def peak_gflops(machine: Machine, dtype: str, threads: int, ghz: float | None) -> float | None:
-    """The theoretical peak of `threads` cores at `ghz` for dtype fp32 or bf16; None where it cannot be derived."""
+    """The theoretical peak of `threads` cores at `ghz` for dtype fp32 or bf16; None if it cannot be derived."""
     cycle = per_cycle(machine)
     work = None if cycle is None else cycle.fp32 if dtype == "fp32" else cycle.bf16
     return work * threads * ghz if work and ghz else None
@@ -98,23 +91,23 @@ def peak_gflops(machine: Machine, dtype: str, threads: int, ghz: float | None) -
 
 @dataclass(frozen=True)
 class Share:
-    """What the measured product of all threads is of the theoretical peak."""
+    """The measured product of all threads as a share of the theoretical peak."""
 
     peak: float
     """GFLOP/s at `ghz`."""
     reached: float
     ghz: float
     nominal: bool
-    """The clock was not measured, so `ghz` is the nominal one: boost may bring `reached` above 1."""
+    """The clock was not measured, so `ghz` is the nominal one, and boost may raise `reached` above 1."""
 
     @property
     def disproved(self) -> bool:
-        """Whether the product exceeds a peak at the measured clock: then that peak is wrong."""
+        """Whether the product exceeds the peak at the measured clock, so that this peak must be wrong."""
         return not self.nominal and self.reached >= _DISPROVED
 
 
 def share_of_peak(machine: Machine, rates: Rates, dtype: str) -> Share | None:
-    """The share for dtype fp32 or bf16; None where the peak cannot be derived."""
+    """The share for dtype fp32 or bf16; None if the peak cannot be derived."""
     reached, measured = (
         (rates.fp32_all, rates.clock_all) if dtype == "fp32" else (rates.bf16_all, rates.clock_bf16 or rates.clock_all)
     )

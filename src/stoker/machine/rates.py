@@ -64,7 +64,7 @@ class Rates:
     bandwidth_one: float
     bandwidth_all: float
     clock_one: float | None
-    """GHz of a core during the fp32 product of one thread; None where it was not measured."""
+    """GHz of a core during the fp32 product of one thread; None if it was not measured."""
     clock_all: float | None
     """GHz of a core during the fp32 product of all threads."""
     torch: str
@@ -72,11 +72,11 @@ class Rates:
     """When, in UTC."""
     seconds: float
     disturbed: bool
-    """Whether other programs kept CPUs busy meanwhile: then the figures are lower than what the machine can do."""
+    """Whether other programs kept CPUs busy during the measurement, which makes the figures too low."""
     clock_bf16: float | None = None
     """GHz of a core during the bf16 product of all threads: matrix units may run at a lower clock."""
     step: TrainingStep | None = None
-    """None where it was not measured."""
+    """None if it was not measured."""
 
     @property
     def fastest_dtype(self) -> str:
@@ -101,13 +101,15 @@ def known(machine: Machine) -> Rates | None:
 
 
 def save(machine: Machine, rates: Rates) -> str | None:
-    """Keeps `rates` for the next time; the reason in one sentence if that is not possible."""
+    """Stores `rates` for later runs; returns the reason if that is not possible."""
     try:
         cache_directory.save(_name(machine), {"format": _FORMAT, "rates": dataclasses.asdict(rates)})
     except OSError as error:
         where = cache_directory.cache_directory()
         reason = error.strerror or str(error)
-        return f"The measured rates could not be kept in {where or 'a cache'} ({reason}), so each run measures again."
+        return (
+            f"The measured rates could not be stored in {where or 'a cache'} ({reason}), so every run measures again."
+        )
     return None
 
 

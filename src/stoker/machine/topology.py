@@ -1,6 +1,4 @@
-"""How the CPUs hang together: which are siblings of one core, which core sits in which socket and NUMA node, which
-share a cache, and which are the fast ones of a hybrid CPU.
-"""
+"""CPU topology: SMT siblings, sockets, NUMA nodes, shared caches, and the performance cores of hybrid CPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ _CPU = "/sys/devices/system/cpu"
 _NODE = "/sys/devices/system/node"
 
 # Arm and newer x86 kernels give each CPU a share of 1024. Boost differences between equal cores stay above 0.8; the
-# small cores of hybrid CPUs lie below 0.6 of the large ones.
+# small cores of hybrid CPUs are below 0.6 of the large ones.
 _EFFICIENCY_CAPACITY = 0.6
 
 
@@ -37,7 +35,7 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Core:
-    """One physical core: what a busy thread should have for itself."""
+    """One physical core: what a compute thread should have for itself."""
 
     number: int
     socket: int
@@ -57,7 +55,7 @@ class Node:
     """Bytes."""
     free: int | None
     distances: tuple[int, ...]
-    """To each node, as the firmware tells; 10 is local."""
+    """To each node, as reported by the firmware; 10 is local."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +71,14 @@ class Cache:
 
 
 def read_cpus(tree: Tree, processors: list[Processor], nodes: tuple[Node, ...]) -> tuple[Cpu, ...]:
-    """All CPUs that are switched on."""
+    """All CPUs that are online."""
     from_cpuinfo = {int(fields["processor"]): fields for fields in processors if fields["processor"].isdigit()}
-    numbers = tree.cpu_list(f"{_CPU}/online") or tuple(sorted(from_cpuinfo)) or _count_of_last_resort(tree)
+    numbers = tree.cpu_list(f"{_CPU}/online") or tuple(sorted(from_cpuinfo)) or _all_cpus(tree)
     node_of = {cpu: node.number for node in nodes for cpu in node.cpus}
     slow = _efficiency_cpus(tree, numbers)
     places: dict[int, tuple[tuple[int, ...], int]] = {}
     for number in numbers:
-        if number not in places:  # a sibling has not been here before
+        if number not in places:  # not set by a sibling
             siblings = _siblings(tree, number, from_cpuinfo)
             socket = _socket(tree, number, from_cpuinfo.get(number, {}))
             places.update((sibling, (siblings, socket)) for sibling in siblings)
@@ -97,7 +95,7 @@ def read_cpus(tree: Tree, processors: list[Processor], nodes: tuple[Node, ...]) 
     )
 
 
-def _count_of_last_resort(tree: Tree) -> tuple[int, ...]:
+def _all_cpus(tree: Tree) -> tuple[int, ...]:
     if not tree.live:
         return ()
     import os
@@ -109,7 +107,7 @@ def _socket(tree: Tree, number: int, fields: Processor) -> int:
     socket = tree.number(f"{_CPU}/cpu{number}/topology/physical_package_id")
     if socket is None:
         socket = int(fields["physical id"]) if fields.get("physical id", "").isdigit() else 0
-    return max(socket, 0)  # -1 where the firmware says nothing
+    return max(socket, 0)  # -1 if the firmware does not report it
 
 
 def _siblings(tree: Tree, number: int, others: dict[int, Processor]) -> tuple[int, ...]:
@@ -142,7 +140,7 @@ def read_nodes(tree: Tree, processors: list[Processor]) -> tuple[Node, ...]:
     nodes = [_read_node(tree, number) for number in numbers]
     memory = meminfo(tree)
     if len(nodes) == 1 and nodes[0].cpus:
-        # Memory that a hypervisor adds after boot may be missing from the node's own count; here both must be equal.
+        # Memory that a hypervisor adds after boot may be missing from the node's own count; with one node both must be equal.
         total, free = memory.get("MemTotal", nodes[0].memory), memory.get("MemFree", nodes[0].free)
         return (replace(nodes[0], memory=total, free=free),)
     if any(node.cpus for node in nodes):
@@ -153,7 +151,7 @@ def read_nodes(tree: Tree, processors: list[Processor]) -> tuple[Node, ...]:
     return (
         Node(
             number=0,
-            cpus=everything or _count_of_last_resort(tree),
+            cpus=everything or _all_cpus(tree),
             memory=memory.get("MemTotal"),
             free=memory.get("MemFree"),
             distances=(10,),
@@ -183,8 +181,8 @@ def meminfo(tree: Tree) -> dict[str, int]:
 def read_caches(tree: Tree, cpus: tuple[Cpu, ...]) -> tuple[Cache, ...]:
     """Each cache once.
 
-    CPUs that share a cache already read are skipped, and caches of equal cores that are shared by equally many CPUs are
-    equally large: both save thousands of files on a large machine.
+    CPUs whose cache was already read are skipped, and caches of the same kind of core with the same number of CPUs are assumed
+    to be equal: both save reading thousands of files on a large machine.
     """
     caches: list[Cache] = []
     covered: set[tuple[str, int]] = set()

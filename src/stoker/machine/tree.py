@@ -1,21 +1,21 @@
-"""Reading /proc and /sys below one root path, so that the recorded tree of another machine can be read like this one.
+"""Reads /proc and /sys below one root path, so that a recorded copy of another machine can be read like the local one.
 
-Every reader answers None (or nothing) for what is missing, unreadable or not in the format it should have. Nothing here
-raises.
+Every reader returns None (or an empty list) for what is missing, unreadable or malformed. Nothing in this module raises.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["Tree", "parse_cpu_list", "parse_size"]
+__all__ = ["Tree", "format_cpu_list", "parse_cpu_list", "parse_size"]
 
 _HIGHEST_CPU = 1 << 16  # the kernel's NR_CPUS is 8192 at most; a larger number means a broken file
 _LONG_NUMBER = re.compile(r"[0-9]{40,}")
 _MOST_PIECES = 1024
-"""Of 64 KiB; a file that has more is a device."""
+"""Of 64 KiB; a file with more is a device."""
 
 
 class Tree:
@@ -30,7 +30,7 @@ class Tree:
         """The contents of the file at the absolute `path`, without surrounding white space."""
         # os.open rather than open: a large machine has thousands of these files, and this takes a third of the time.
         try:
-            # Not blocking: in a copy of another machine's tree a file may be a pipe.
+            # Non-blocking: in a copy of another machine's tree a file may be a pipe.
             handle = os.open(self._prefix + path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError):
             return None
@@ -55,7 +55,7 @@ class Tree:
         return None if text is None else parse_cpu_list(text)
 
     def names(self, path: str) -> list[str]:
-        """What lies in the directory at `path`, sorted; nothing where there is no such directory."""
+        """The sorted names in the directory at `path`; empty if it does not exist."""
         try:
             return sorted(os.listdir(self._prefix + path))
         except OSError:
@@ -66,7 +66,7 @@ class Tree:
 
 
 def _without_odd_digits(text: str) -> str:
-    """Whatever passes str.isdigit() hereafter, int() takes: only a broken file has numbers that it does not."""
+    """Removes digits that pass str.isdigit() but fail in int(); only broken files contain them."""
     if not text.isascii():
         text = "".join(one for one in text if one.isascii() or not one.isdigit())
     return _LONG_NUMBER.sub("?", text)
@@ -85,6 +85,17 @@ def parse_cpu_list(text: str) -> tuple[int, ...] | None:
             return None
         cpus.update(range(start, end + 1))
     return tuple(sorted(cpus))
+
+
+def format_cpu_list(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 5 -> `0-2,5`, as the kernel and taskset write it."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def parse_size(text: str | None) -> int | None:

@@ -1,6 +1,6 @@
-"""What follows from the facts, in plain words: which precision, how many processes and threads, what slows things down.
+"""Advice that follows from the facts: which precision, how many processes and threads, what slows training down.
 
-Pure functions of facts that were read before; each verdict names one thing to do, or none where nothing needs doing.
+Pure functions of facts that were read before. Each verdict names at most one action.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from stoker.english import counted
 from stoker.machine.facts import Machine
 from stoker.machine.load import Load
 from stoker.machine.rates import WORTHWHILE_GAIN, Rates, TrainingStep
@@ -25,17 +26,21 @@ _EXPECTED_CAPABILITY = (("AVX512-F", "AVX512"), ("AVX2", "AVX2"))
 @dataclass(frozen=True)
 class Verdict:
     subject: str
-    """precision, processes, or the thing that slows down."""
+    """precision, processes, or what slows training down."""
     level: str
     """good, advice or warning."""
     text: str
     action: str | None = None
-    """The one thing to do about it."""
+    """What to do about it; None if nothing needs to be done."""
+
+
+def _warning(subject: str, text: str, action: str | None) -> Verdict:
+    return Verdict(subject, "warning", text, action)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything a verdict may rest on. None: not looked at, or unknown."""
+    """Everything that verdicts depend on. None means not read, or unknown."""
 
     machine: Machine
     software: Software | None = None
@@ -75,7 +80,7 @@ def _precision(evidence: Evidence) -> Verdict:
 
 
 def _measured_precision(machine: Machine, rates: Rates, step: TrainingStep) -> Verdict:
-    """By the training step: what the CPU has only explains it."""
+    """Judged by the measured training step; the CPU's features only explain it."""
     faster = f"{_which_trains_faster(step)}. "
     units = machine.isa.bf16_units
     if units and rates.fastest_dtype == "fp32" and step.gain < WORTHWHILE_GAIN:
@@ -84,7 +89,9 @@ def _measured_precision(machine: Machine, rates: Rates, step: TrainingStep) -> V
         why = f"The CPU multiplies bf16 numbers itself ({units})." if units else _no_units(machine)
         return Verdict("precision", "good", f"{faster}{why}", "Use bf16.")
     if units:
-        little = "gain too little to give up the digits of fp32" if step.gain > _TIE else "do not make training faster"
+        little = (
+            "gain too little to give up the precision of fp32" if step.gain > _TIE else "do not make training faster"
+        )
         return Verdict("precision", "advice", f"{faster}The CPU's bf16 units ({units}) {little}.", "Use fp32.")
     why = _without_units(rates) if machine.isa.flags else _no_units(machine)
     memory = ", or bf16 where memory is short" * (step.gain > 1 / _TIE)
@@ -95,19 +102,19 @@ def _which_trains_faster(step: TrainingStep) -> str:
     when = " while other programs ran" * step.disturbed
     figures = f"(measured step{when}: fp32 {1000 * step.fp32:,.0f} ms, bf16 {1000 * step.bf16:,.0f} ms)"
     if 1 / _TIE < step.gain < _TIE:
-        return f"fp32 and bf16 train equally fast here {figures}"
+        return f"fp32 and bf16 train equally fast on this machine {figures}"
     first, second, times = ("bf16", "fp32", step.gain) if step.gain > 1 else ("fp32", "bf16", 1 / step.gain)
-    return f"{first} trains {times:.2f} times as fast as {second} here {figures}"
+    return f"{first} trains {times:.2f} times as fast as {second} on this machine {figures}"
 
 
 def _units_not_reached(units: str, rates: Rates, faster: str) -> Verdict:
-    text = f"{faster}The CPU has bf16 units ({units}), but this torch does not reach them{_products(rates)}."
+    text = f"{faster}The CPU has bf16 units ({units}), but this version of torch does not use them{_products(rates)}."
     return Verdict("precision", "warning", text, "Use fp32, or a newer torch.")
 
 
 def _without_units(rates: Rates | None) -> str:
     return (
-        "this CPU has no bf16 units. bf16 here means stored as bf16, computed in fp32, which takes less memory. "
+        "this CPU has no bf16 units. bf16 then means stored as bf16 and computed in fp32, which saves memory. "
         f"PyTorch's own bf16 products are very slow on such a CPU{_products(rates)}."
     )
 
@@ -128,7 +135,7 @@ def _products(rates: Rates | None) -> str:
 
 
 def processes_and_threads(machine: Machine) -> tuple[int, int]:
-    """Processes, and threads in each: one process per NUMA node, one thread per fast core, within the quota."""
+    """The number of processes, and of threads in each: one process per NUMA node, one thread per fast core, within the quota."""
     per_node: dict[int, int] = {}
     for core in machine.fast_cores:
         per_node[core.node] = per_node.get(core.node, 0) + 1
@@ -136,7 +143,7 @@ def processes_and_threads(machine: Machine) -> tuple[int, int]:
     if len(per_node) < 2:
         return 1, total
     smallest = min(per_node.values())
-    # A quota may be worth less than all nodes: then as few processes as it takes, each within one node.
+    # If the quota is less than all nodes: as few processes as needed, each within one node.
     processes = min(len(per_node), -(-total // smallest))
     return processes, min(smallest, total // processes)
 
@@ -144,10 +151,10 @@ def processes_and_threads(machine: Machine) -> tuple[int, int]:
 def _processes(evidence: Evidence) -> Verdict:
     machine = evidence.machine
     processes, threads = processes_and_threads(machine)
-    count = f"{processes} process{'es' * (processes > 1)} with {threads} thread{'s' * (threads > 1)}"
+    count = f"{counted(processes, 'process')} with {counted(threads, 'thread')}"
     reasons = []
     if processes > 1:
-        reasons.append("one process per NUMA node, so that each reads its own memory")
+        reasons.append("one process per NUMA node, so that each uses local memory")
     if machine.quota is not None and machine.quota < len(machine.fast_cores):
         reasons.append(f"no more than the quota of {machine.quota:g} CPUs")
     else:
@@ -155,14 +162,14 @@ def _processes(evidence: Evidence) -> Verdict:
     if machine.threads_per_core > 1:
         reasons.append("SMT siblings share one set of vector units")
     if machine.hybrid:
-        reasons.append("efficiency cores would hold up the performance cores")
+        reasons.append("efficiency cores would slow down the performance cores")
     torch = evidence.software.torch if evidence.software else None
-    as_it_is = processes == 1 and torch is not None and torch.threads == threads
+    already_set = processes == 1 and torch is not None and torch.threads == threads
     return Verdict(
         "processes",
         "good",
-        f"{count}{' each' * (processes > 1)}: {'; '.join(reasons)}{' (so it is now)' * as_it_is}.",
-        None if as_it_is else f"OMP_NUM_THREADS={threads}",
+        f"{count}{' each' * (processes > 1)}: {'; '.join(reasons)}{' (already set)' * already_set}.",
+        None if already_set else f"OMP_NUM_THREADS={threads}",
     )
 
 
@@ -170,11 +177,10 @@ def _cpu_limits(evidence: Evidence) -> Iterator[Verdict]:
     machine = evidence.machine
     seen, usable = len(machine.cpus), len(machine.usable_cpus)
     if machine.quota is not None and machine.quota < usable:
-        yield Verdict(
+        yield _warning(
             "quota",
-            "warning",
             f"The container may use {machine.quota:g} CPUs' worth of time but sees {usable}: "
-            "with more threads than that, all of them are stopped in turn.",
+            "with more threads than that, all of them are throttled.",
             f"Run with OMP_NUM_THREADS={machine.usable_threads}, or raise the container's CPU limit.",
         )
     if 0 < usable < seen:
@@ -182,20 +188,18 @@ def _cpu_limits(evidence: Evidence) -> Iterator[Verdict]:
             "affinity",
             "advice",
             f"This process may run on {usable} of the machine's {seen} CPUs (affinity mask or cpuset).",
-            "If that is not meant, start it without taskset, or with a larger cpuset.",
+            "If this is not intended, start it without taskset, or with a larger cpuset.",
         )
     software = evidence.software
     if software and software.torch and software.torch.threads > machine.usable_threads:
-        yield Verdict(
+        yield _warning(
             "oversubscription",
-            "warning",
-            f"torch would start {software.torch.threads} threads where {machine.usable_threads} can run.",
+            f"torch would start {software.torch.threads} threads, but only {machine.usable_threads} can run at once.",
             f"Run with OMP_NUM_THREADS={machine.usable_threads}.",
         )
     elif software and software.torch and software.torch.threads == 1 < machine.usable_threads:
-        yield Verdict(
+        yield _warning(
             "threads",
-            "warning",
             f"torch would use 1 of {machine.usable_threads} cores; OMP_NUM_THREADS=1 is the usual cause.",
             f"Run with OMP_NUM_THREADS={machine.usable_threads}.",
         )
@@ -205,28 +209,25 @@ def _busy(load: Load | None) -> Iterator[Verdict]:
     if load is None:
         return
     if load.disturbs:
-        yield Verdict(
+        yield _warning(
             "load",
-            "warning",
             f"Other programs keep {load.busy:.1f} of {load.cpus} CPUs busy right now.",
-            "Let them finish first (`top` names them); rates measured meanwhile are lower than they should be.",
+            "Wait until they finish (`top` lists them); rates measured now are too low.",
         )
     if load.stolen > 0.1 * load.cpus:
-        yield Verdict(
+        yield _warning(
             "stolen time",
-            "warning",
             f"The hypervisor gives {load.stolen:.1f} of {load.cpus} CPUs to other virtual machines.",
-            "Move to an instance with CPUs of its own.",
+            "Use an instance with dedicated CPUs.",
         )
 
 
 def _memory(machine: Machine) -> Iterator[Verdict]:
     shm = machine.limits.shm_size
     if shm is not None and shm < _SMALL_SHM:
-        yield Verdict(
+        yield _warning(
             "/dev/shm",
-            "warning",
-            f"/dev/shm holds {shm >> 20} MB: DataLoader workers and processes on one machine exchange data there.",
+            f"/dev/shm has only {shm >> 20} MB; DataLoader workers and the processes of one machine exchange data through it.",
             "Start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory at /dev/shm).",
         )
     limit, total = machine.limits.cgroup.memory_limit, machine.memory_total
@@ -234,17 +235,16 @@ def _memory(machine: Machine) -> Iterator[Verdict]:
         yield Verdict(
             "memory limit",
             "advice",
-            f"The container may have {limit / 2**30:.1f} of the machine's {total / 2**30:.1f} GB; "
-            "beyond it the process is killed.",
-            "Size batches for that, or raise the limit.",
+            f"The container may use {limit / 2**30:.1f} of the machine's {total / 2**30:.1f} GB; "
+            "a process that uses more is killed.",
+            "Choose batches that fit, or raise the limit.",
         )
     available = machine.memory_available
     if available is not None and total and available < 0.1 * total:
-        yield Verdict(
+        yield _warning(
             "memory",
-            "warning",
-            f"Only {available / 2**30:.1f} of {total / 2**30:.1f} GB memory are free.",
-            "End what holds it (`ps aux --sort=-rss | head` names it).",
+            f"Only {available / 2**30:.1f} of {total / 2**30:.1f} GB of memory are free.",
+            "End the programs that use it (`ps aux --sort=-rss | head` lists them).",
         )
 
 
@@ -253,33 +253,29 @@ def _ulimits(machine: Machine) -> Iterator[Verdict]:
     for name, flag in (("address space", "-v"), ("data size", "-d"), ("file size", "-f")):
         value = soft.get(name)
         if value is not None:
-            yield Verdict(
+            yield _warning(
                 f"ulimit {flag}",
-                "warning",
-                f"The shell limits the {name} to {value / 2**30:.1f} GB: large models or checkpoints fail there.",
+                f"The shell limits the {name} to {value / 2**30:.1f} GB; large models or checkpoints need more.",
                 f"ulimit {flag} unlimited",
             )
     if (seconds := soft.get("cpu time")) is not None:
-        yield Verdict(
+        yield _warning(
             "ulimit -t",
-            "warning",
             f"The shell ends every program after {seconds} s of CPU time.",
             "ulimit -t unlimited",
         )
     files = soft.get("open files")
     if files is not None and files < _FEW_FILES:
-        yield Verdict(
+        yield _warning(
             "ulimit -n",
-            "warning",
-            f"Only {files} files may be open: DataLoader workers use one per tensor in flight.",
+            f"Only {files} files may be open; DataLoader workers use one per tensor in transit.",
             "ulimit -n 65536",
         )
     tasks = [limit for limit in (soft.get("processes"), machine.limits.cgroup.tasks_limit) if limit is not None]
     wanted = 64 + 8 * len(machine.usable_cpus)
     if tasks and min(tasks) < wanted:
-        yield Verdict(
+        yield _warning(
             "ulimit -u",
-            "warning",
             f"Only {min(tasks)} processes and threads are allowed (ulimit or the container's pids limit).",
             f"Allow at least {wanted}: ulimit -u {wanted}, or a larger pids limit.",
         )
@@ -290,22 +286,20 @@ def _software(evidence: Evidence) -> Iterator[Verdict]:
     if software is None:
         return
     if software.torch is None:
-        yield Verdict(
+        yield _warning(
             "torch",
-            "warning",
-            f"torch does not import: {software.torch_error}.",
+            f"torch cannot be imported: {software.torch_error}.",
             "pip install --force-reinstall torch",
         )
     if len(software.openmp) > 1:
-        yield Verdict(
+        yield _warning(
             "OpenMP",
-            "warning",
             f"{len(software.openmp)} OpenMP runtimes are loaded ({', '.join(software.openmp)}): "
-            "their threads fight for the cores.",
-            "Leave out the LD_PRELOAD, or the package, that brings the one that is not torch's.",
+            "their threads compete for the cores.",
+            "Remove the LD_PRELOAD entry or the package that loads the one that torch does not use.",
         )
     for pair, named in find_bad_pairs(software.versions):
-        yield Verdict("versions", "warning", f"{named}: {pair.why}.", pair.install)
+        yield _warning("versions", f"{named}: {pair.why}.", pair.install)
     yield from _capability(evidence.machine, software)
 
 
@@ -315,11 +309,10 @@ def _capability(machine: Machine, software: Software) -> Iterator[Verdict]:
     expected = next((name for flag, name in _EXPECTED_CAPABILITY if flag in machine.isa.present), None)
     found = software.torch.capability.upper()
     if expected and not found.startswith(expected) and not (expected == "AVX2" and found.startswith("AVX512")):
-        yield Verdict(
+        yield _warning(
             "torch",
-            "warning",
             f"torch runs its {found} kernels although the CPU has {expected}; ATEN_CPU_CAPABILITY is the usual cause.",
-            "unset ATEN_CPU_CAPABILITY, or install another build of torch.",
+            "unset ATEN_CPU_CAPABILITY, or install another build of torch",
         )
 
 
@@ -327,9 +320,8 @@ def _environment(evidence: Evidence) -> Iterator[Verdict]:
     environment, software = evidence.environment or {}, evidence.software
     version = release(software.versions.get("torch", "")) if software else ()
     if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and version[:2] == (2, 13):
-        yield Verdict(
+        yield _warning(
             "environment",
-            "warning",
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL makes DDP on gloo crash in torch 2.13 itself.",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo in torch 2.13 (a bug in torch).",
             "export TORCH_DISTRIBUTED_DEBUG=INFO",
         )

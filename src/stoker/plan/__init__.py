@@ -1,1 +1,1 @@
-"""`stoker plan`: what several machines like this one would do with a training, before anyone rents them."""
+"""`stoker plan`: predicts how fast several machines like this one would train, before they are rented."""

@@ -1,4 +1,4 @@
-"""From predictions to advice: which way of meeting suits how many nodes, what it takes and costs, in a table."""
+"""From predictions to advice: which settings suit how many nodes, with the time and cost of an epoch, as a table."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stoker.english import duration
 from stoker.plan.cost_model import Network, Node, Prediction, Setup, predict
 
 __all__ = ["Job", "Row", "plan", "table"]
 
-_LONGEST_LOCAL = 64  # steps between averages; beyond that nobody has measured what it does to quality here
+_LONGEST_LOCAL = 64  # steps between averages; the effect of more on quality has not been measured
 _GOOD, _PLAIN = 0.9, 0.95
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and what it costs."""
+    """The size of an epoch and the price of a node."""
 
     rows: int
-    """Of one epoch."""
+    """Per epoch."""
     batch: int
     """Rows per node and step."""
     price: float | None = None
@@ -28,7 +29,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Row:
-    """One number of nodes: plain, in bf16, with local SGD, and what is advised."""
+    """Predictions for one number of nodes: plain, with bf16 compression, with local SGD, and the advised one."""
 
     plain: Prediction
     bf16: Prediction
@@ -48,19 +49,19 @@ def _row(node: Node, network: Network, count: int, job: Job) -> Row:
     plain = predict(node, network, count, Setup(bucket_mb=bucket))
     bf16 = predict(node, network, count, Setup(compression="bf16", bucket_mb=bucket))
     local = _local(node, network, count)
-    # The least change of the mathematics that is good enough: exact, then rounded gradients, then averages now and then.
+    # Prefer what changes the mathematics least: exact gradients, then rounded ones, then occasional averages.
     advised = max((plain, bf16, local), key=lambda one: one.efficiency)
     if plain.efficiency >= min(_PLAIN, advised.efficiency):
         advised = plain
     elif bf16.efficiency >= min(_GOOD, advised.efficiency):
         advised = bf16
-    epoch = math.ceil(job.rows / (job.batch * count)) * advised.step  # the last step may be short of rows
+    epoch = math.ceil(job.rows / (job.batch * count)) * advised.step  # the last step may have fewer rows
     cost = count * epoch / 3600 * job.price if job.price is not None else None
     return Row(plain, bf16, local, advised, epoch, cost)
 
 
 def _local(node: Node, network: Network, count: int) -> Prediction:
-    """The shortest stretch alone that keeps the nodes at work; the longest if none does."""
+    """The smallest number of local steps that keeps the nodes busy; the largest if none does."""
     every = 4
     while True:
         found = predict(node, network, count, Setup(local_sgd=every, compression="bf16" if every > 16 else "none"))
@@ -70,7 +71,7 @@ def _local(node: Node, network: Network, count: int) -> Prediction:
 
 
 def _bucket(node: Node, network: Network, count: int) -> int:
-    """The better of two: large ones meet less often, small ones start earlier and leave less for the end."""
+    """The better of two bucket sizes: large ones need fewer messages, small ones start earlier and leave less for the end."""
     both = {size: predict(node, network, count, Setup(bucket_mb=size)).step for size in (100, 25)}
     return min(both, key=lambda size: both[size])
 
@@ -83,14 +84,8 @@ def table(rows: Sequence[Row], price: bool) -> str:
         for one in (row.plain, row.bf16, row.local):
             every = f" K={one.setup.local_sgd}" if one.setup.local_sgd and one.nodes > 1 else ""
             cells += [f"{one.step:.2f} s{every}", f"{one.efficiency:.0%}"]
-        cells += [clock(row.epoch), *([f"{row.cost:.2f}"] if row.cost is not None else [])]
-        cells.append(row.advised.setup.words if row.advised.nodes > 1 else "")
+        cells += [duration(row.epoch), *([f"{row.cost:.2f}"] if row.cost is not None else [])]
+        cells.append(row.advised.setup.label if row.advised.nodes > 1 else "")
         lines.append(cells)
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
-
-
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

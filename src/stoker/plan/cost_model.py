@@ -1,15 +1,15 @@
-"""How long a step takes on several nodes: one formula, its assumptions in words, no measuring here.
+"""How long a step takes on several nodes: one formula and its assumptions. `link_rates` measures its inputs.
 
-A node's step is measured, everything that happens within the node included. Between nodes the gradients (G bytes) go round
-a ring of the nodes: each sends and receives t = 2 (n-1)/n G bytes, at the network's rate or at the rate the software reaches
-when the network is no limit, whichever is slower; that is `carry`. Part of it is work for the node's cores (`busy`, measured
-as CPU time per byte) and always adds to the step. The rest is waiting, which hides behind the backward pass, but for what
-becomes ready last: the last bucket and the embeddings, whose gradients are complete only at its very end.
+A node's step is measured, everything that happens within the node included. Between nodes the gradients (G bytes) are
+reduced in a ring: each sends and receives t = 2 (n-1)/n G bytes, at the network's rate or at the rate the software reaches
+when the network is not the limit, whichever is slower; that is `carry`. Part of it is work for the node's cores (`busy`,
+measured as CPU time per byte) and always adds to the step. The rest is waiting, which overlaps with the backward pass, except for
+what is ready last: the last bucket and the embeddings, whose gradients are complete only at its end.
 
     step = node + busy + max(last * (carry - busy), carry - busy - backward)
     with local SGD every K steps: step = node + (carry + apply) / K
 
-Nodes are alike, the network is switched at full rate, and batches are balanced, so nobody waits for a slower one.
+It assumes equal nodes, a switched network at full rate, and balanced batches, so that no node waits for a slower one.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from stoker.errors import UserError
 __all__ = ["BACKWARD", "COMPRESSIONS", "Collectives", "Network", "Node", "Prediction", "Setup", "predict"]
 
 BACKWARD = 0.6
-"""The backward pass's share of a step; twice the forward pass, and a tenth for the optimizer."""
+"""The backward pass's share of a step: twice the forward pass, with a tenth for the optimizer."""
 _TCP = 0.94
-"""What Ethernet, IP and TCP headers leave of the rate, with frames of 1,500 bytes."""
+"""The share of the rate that Ethernet, IP and TCP headers leave, with frames of 1,500 bytes."""
 _LATENCIES = ((1.1, 100e-6), (10.1, 50e-6), (1000.0, 20e-6))
-"""Seconds per message by Gbit/s, as usual between machines of one rack."""
+"""Typical seconds per message in one rack, by Gbit/s."""
 _UNITS = {"mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
 
 COMPRESSIONS = ("none", "bf16")
-"""What the formula knows: bytes on the wire by the type's size. PowerSGD's depend on the shapes of the model."""
+"""Those that the formula supports. PowerSGD is not among them: its traffic depends on the shapes of the model."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """What joins the nodes."""
+    """The network between the nodes."""
 
     gbit: float
     latency: float
@@ -57,7 +57,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Collectives:
-    """What the software between nodes reaches on this machine when the network is no limit."""
+    """The speed of the communication software on this machine when the network is not the limit."""
 
     rate: float
     """Bytes per second of an fp32 allreduce between two processes."""
@@ -66,9 +66,9 @@ class Collectives:
     """Seconds of one core per byte of it."""
     cpu_bf16: float
     apply: float
-    """Seconds of one core per byte of weights to make and apply an average of local SGD."""
+    """Seconds of one core per byte of weights to compute and apply an average of local SGD."""
 
-    def told(self) -> str:
+    def summary(self) -> str:
         return (
             f"fp32 {self.rate / 1e9:.2f} GB/s for {1e9 * self.cpu:.2f} core seconds per GB, "
             f"bf16 {self.rate_bf16 / 1e9:.2f} GB/s for {1e9 * self.cpu_bf16:.2f}"
@@ -77,10 +77,10 @@ class Collectives:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One machine at work on its share of the batch."""
+    """One machine that trains on its share of the batch."""
 
     step: float
-    """Seconds, its own processes' communication included."""
+    """Seconds, including communication between its own processes."""
     processes: int
     parameters: int
     collectives: Collectives
@@ -91,7 +91,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How the nodes meet."""
+    """How the nodes exchange gradients."""
 
     compression: str = "none"
     local_sgd: int = 0
@@ -104,7 +104,7 @@ class Setup:
         return " ".join(found)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         return self.flags or "plain DDP"
 
 
@@ -115,13 +115,13 @@ class Prediction:
     step: float
     """Seconds."""
     efficiency: float
-    """Throughput against that of as many nodes that need not talk to each other."""
+    """Throughput relative to as many nodes without communication."""
 
 
 def predict(node: Node, network: Network, nodes: int, setup: Setup) -> Prediction:
     """The step of `nodes` nodes, each with as many rows as the measured one."""
     if nodes < 1:
-        raise UserError(f"{nodes} nodes cannot train anything")
+        raise UserError(f"the number of nodes is {nodes}; it must be 1 or more")
     if nodes == 1:
         return Prediction(1, setup, node.step, 1.0)
     small = setup.compression == "bf16"
@@ -135,7 +135,7 @@ def predict(node: Node, network: Network, nodes: int, setup: Setup) -> Predictio
         else (node.collectives.rate, node.collectives.cpu)
     )
     carry = max(wire, traffic / rate)
-    # A leader's one thread does the talking of its node; the cores that it takes are the others' loss in equal parts.
+    # One thread of the node's leader communicates; the CPU time it takes is spread over all cores.
     busy = min(traffic * cpu / node.cores, carry)
     if setup.local_sgd:
         apply = 4 * node.parameters * node.collectives.apply / node.cores * node.processes

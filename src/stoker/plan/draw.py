@@ -1,4 +1,4 @@
-"""The plan as a picture: efficiency by number of nodes, and the time of an epoch; SVG or whatever the file's name says."""
+"""Plots the plan: efficiency and time per epoch by number of nodes, in the format of the file's suffix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         ):
             left.plot(nodes, [100 * one.efficiency for one in values], color=_COLOURS[name], marker="o", label=name)
         left.set_ylim(0, 105)
-        left.set_ylabel("% of nodes that need not talk")
+        left.set_ylabel("% of ideal throughput")
         left.set_title("Efficiency", loc="left")
         left.legend(frameon=False)
         right.plot(nodes, [row.epoch / 60 for row in rows], color="#d9480f", marker="o", label="as advised")

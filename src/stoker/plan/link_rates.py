@@ -1,6 +1,6 @@
-"""Measures what the plan stands on, on this machine: the step of one node, and what collectives between nodes cost.
+"""Measures the inputs of the plan on this machine: the step of one node, and the cost of collectives between nodes.
 
-Each measurement runs in processes of its own and is kept in the cache directory, by machine, Stoker, torch and what was asked.
+Each measurement runs in its own processes and is cached by machine, versions of Stoker and torch, and its parameters.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from stoker import __version__
+from stoker.english import counted
 from stoker.errors import UserError
 from stoker.machine import cache_directory, this_machine
 from stoker.plan.cost_model import Collectives, Node
@@ -35,40 +36,40 @@ def _quiet(line: str) -> None:
 
 
 def measure_collectives(*, fresh: bool = True, say: Say = _quiet) -> Collectives:
-    """Two processes on the loopback, one core each."""
+    """Measured between two processes over the loopback interface, one core each."""
 
     def measure() -> dict[str, float]:
-        say("measuring collectives (some seconds)")
+        say("measuring collectives (a few seconds)")
         cpus = sorted(os.sched_getaffinity(0))
         shares = [[cpus[rank % len(cpus)]] for rank in range(2)]
         return _run("collectives", shares, "gloo", megabytes=100, rounds=5)[0]
 
-    found = _kept("collectives", {}, measure, fresh)
+    found = _cached("collectives", {}, measure, fresh)
     return Collectives(1 / found["fp32"], 1 / found["bf16"], found["fp32_cpu"], found["bf16_cpu"], found["apply"])
 
 
 def candidates(cores: int) -> list[int]:
-    """Numbers of processes per node worth trying: one, two, and a process for every eight cores or fewer."""
+    """Numbers of processes per node worth trying."""
     return sorted({1, *(n for n in (2, 4, 8, 16) if n <= cores and (cores // n <= 32) and cores % n == 0)} - {0})[:4]
 
 
 def measure_node(
     subject: Subject, batch: int, processes: int, collectives: Collectives, *, fresh: bool = False, say: Say = _quiet
 ) -> Node:
-    """The step of this machine with `batch` rows by `processes` processes."""
+    """The step of this machine with `batch` rows in `processes` processes."""
     cpus = usable_cores()
     each = len(cpus) // processes
     asked = {"subject": subject.identity, "batch": batch, "processes": processes, "cpus": len(cpus)}
 
     def measure() -> dict[str, float]:
-        say(f"measuring a step of {subject.model}, {batch} rows, {processes} process{'es' * (processes > 1)}")
+        say(f"measuring a step of {subject.model}, {batch} rows, {counted(processes, 'process')}")
         if processes > 1 and not _compiled():
-            say("the ccl backend is compiled first, once: about a minute")
+            say("compiling the ccl backend first (once, about a minute)")
         shares = [cpus[rank * each : (rank + 1) * each] for rank in range(processes)]
         found = _run("step", shares, "ccl", subject=asdict(subject), batch=batch, rounds=3)
         return {**found[0], "step": max(one["step"] for one in found)}
 
-    found = _kept("step", asked, measure, fresh)
+    found = _cached("step", asked, measure, fresh)
     return Node(
         step=found["step"], processes=processes, parameters=int(found["parameters"]), last=found["last"],
         collectives=collectives, cores=len(cpus),
@@ -76,7 +77,7 @@ def measure_node(
 
 
 def _compiled() -> bool:
-    """Whether a ccl backend lies in the cache; which torch it was made for is not looked at, for that means loading torch."""
+    """Whether a compiled ccl backend is in the cache, for any torch: checking the version would import torch."""
     try:
         return any(cache_directory.trusted_directory().glob("stoker_ccl-*.so"))
     except OSError:
@@ -84,13 +85,13 @@ def _compiled() -> bool:
 
 
 def usable_cores() -> list[int]:
-    """One CPU of each core that this process may use: a second thread of a core is no second core."""
+    """One CPU of each physical core that this process may use."""
     allowed = os.sched_getaffinity(0)
     found = [core.cpus[0] for core in this_machine().usable_cores if core.cpus]
     return [cpu for cpu in found if cpu in allowed] or sorted(allowed)
 
 
-def _kept(name: str, asked: dict[str, Any], measure: Callable[[], dict[str, float]], fresh: bool) -> dict[str, float]:
+def _cached(name: str, asked: dict[str, Any], measure: Callable[[], dict[str, float]], fresh: bool) -> dict[str, float]:
     from importlib import metadata
 
     key = json.dumps(
@@ -101,7 +102,7 @@ def _kept(name: str, asked: dict[str, Any], measure: Callable[[], dict[str, floa
     if kept is not None and all(isinstance(value, int | float) and value > 0 for value in kept.values()):
         return {str(k): float(v) for k, v in kept.items()}
     found = measure()
-    with contextlib.suppress(OSError):  # then it is measured again next time
+    with contextlib.suppress(OSError):  # it is then measured again next time
         cache_directory.save(file, found)
     return found
 
@@ -112,9 +113,17 @@ def _run(what: str, shares: list[list[int]], backend: str, **more: Any) -> list[
         port = probe.getsockname()[1]
     processes = []
     for rank, cpus in enumerate(shares):
-        told = {"what": what, "rank": rank, "size": len(shares), "cpus": cpus, "port": port, "backend": backend, **more}
-        words = [sys.executable, "-m", "stoker.plan.probe", json.dumps(told)]
-        processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        request = {
+            "what": what,
+            "rank": rank,
+            "size": len(shares),
+            "cpus": cpus,
+            "port": port,
+            "backend": backend,
+            **more,
+        }
+        command = [sys.executable, "-m", "stoker.plan.probe", json.dumps(request)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
         ends = [process.communicate(timeout=_LONGEST) for process in processes]
     except subprocess.TimeoutExpired:
@@ -124,15 +133,15 @@ def _run(what: str, shares: list[list[int]], backend: str, **more: Any) -> list[
     finally:
         for process in processes:
             process.kill()
-    for process, (_, complaint) in zip(processes, ends, strict=True):
+    for process, (_, stderr) in zip(processes, ends, strict=True):
         if process.returncode:
-            raise UserError(_why(process.returncode, complaint))
+            raise UserError(_failure_reason(process.returncode, stderr))
     return [json.loads(out.strip().splitlines()[-1]) for out, _ in ends]
 
 
-def _why(code: int, complaint: str) -> str:
+def _failure_reason(code: int, stderr: str) -> str:
     if code == -signal.SIGKILL:
-        return "the measurement was killed, most likely for want of memory; try a smaller --model or --batch"
-    last = (complaint.strip().splitlines() or [f"exit code {code}, and nothing was said"])[-1]
+        return "the measurement was killed, most likely because memory ran out; try a smaller --model or --batch"
+    last = (stderr.strip().splitlines() or [f"exit code {code} without a message"])[-1]
     mistake = last.partition("stoker.errors.UserError: ")[2]
     return mistake or f"the measurement failed: {last[:300]}"

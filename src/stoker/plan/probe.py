@@ -1,7 +1,7 @@
 """`python -m stoker.plan.probe JSON`: one process of a measurement; the last line on stdout is its result, as JSON.
 
-Two kinds: `collectives` (two processes on the loopback, gloo, which carries what goes between hosts) and `step` (the
-processes of one node, each on its cores, train a model of given size with DDP over ccl).
+Two kinds: `collectives` (two processes over the loopback interface with gloo, the transport between hosts) and `step` (the
+processes of one node, each on its cores, train a model of a given size with DDP over ccl).
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def main(word: str) -> None:
-    told: dict[str, Any] = json.loads(word)
+def main(text: str) -> None:
+    request: dict[str, Any] = json.loads(text)
     if hasattr(ctypes.CDLL(None), "prctl"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody measures for a plan that was ended
-    os.sched_setaffinity(0, told["cpus"])
-    os.environ["OMP_NUM_THREADS"] = str(len(told["cpus"]))
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the process that started it
+    os.sched_setaffinity(0, request["cpus"])
+    os.environ["OMP_NUM_THREADS"] = str(len(request["cpus"]))
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(len(told["cpus"]))
-    if told["size"] > 1:
+    torch.set_num_threads(len(request["cpus"]))
+    if request["size"] > 1:
         from stoker.comm.registration import register
 
         register()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        where = f"tcp://127.0.0.1:{told['port']}"
-        dist.init_process_group(told["backend"], init_method=where, rank=told["rank"], world_size=told["size"])
-    print(json.dumps(collectives(told) if told["what"] == "collectives" else steps(told)), flush=True)
-    if told["size"] > 1:
+        where = f"tcp://127.0.0.1:{request['port']}"
+        dist.init_process_group(request["backend"], init_method=where, rank=request["rank"], world_size=request["size"])
+    print(json.dumps(collectives(request) if request["what"] == "collectives" else steps(request)), flush=True)
+    if request["size"] > 1:
         dist.barrier()
         dist.destroy_process_group()
 
 
-def collectives(told: dict[str, Any]) -> dict[str, float]:
-    """Seconds and CPU seconds per byte of an allreduce, and of making and applying an average."""
+def collectives(request: dict[str, Any]) -> dict[str, float]:
+    """Seconds and CPU seconds per byte of an allreduce, and seconds per byte to compute and apply an average."""
     import torch
     import torch.distributed as dist
 
     found: dict[str, float] = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        x = torch.ones(told["megabytes"] * 1_000_000 // dtype.itemsize, dtype=dtype)
+        x = torch.ones(request["megabytes"] * 1_000_000 // dtype.itemsize, dtype=dtype)
         walls, works = [], []
-        for _ in range(told["rounds"] + 1):
+        for _ in range(request["rounds"] + 1):
             dist.barrier()
             wall, work = time.perf_counter(), time.process_time()
             dist.all_reduce(x)
@@ -72,7 +72,7 @@ def collectives(told: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def steps(told: dict[str, Any]) -> dict[str, float]:
+def steps(request: dict[str, Any]) -> dict[str, float]:
     """The median step of a model with random weights on rows of random tokens."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
@@ -81,17 +81,17 @@ def steps(told: dict[str, Any]) -> dict[str, float]:
     from stoker.hf.ranks import BUCKET_MB
     from stoker.plan.subject import Subject
 
-    subject = Subject(**told["subject"])
+    subject = Subject(**request["subject"])
     model = subject.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     stoker.optimize(model, optimizer, dtype=torch.float32)
     wrapped: Any = model
-    if told["size"] > 1:
+    if request["size"] > 1:
         wrapped = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
-    rows = told["batch"] // told["size"] + (told["rank"] < told["batch"] % told["size"])
+    rows = request["batch"] // request["size"] + (request["rank"] < request["batch"] % request["size"])
     seconds = []
-    for number in range(told["rounds"] + 1):
-        inputs = subject.rows(rows, number * told["size"] + told["rank"], model.config)
+    for number in range(request["rounds"] + 1):
+        inputs = subject.rows(rows, number * request["size"] + request["rank"], model.config)
         begin = time.perf_counter()
         wrapped(**inputs).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,4 +1,4 @@
-"""What the plan is for: a model by name, folder or size, and rows of a typical length. Weights are random; time is not."""
+"""The model to plan for, by name, folder or size, with rows of a typical length. Its weights are random."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from stoker.tasks.loading import config_of, reason
 __all__ = ["BUILT_IN", "Subject"]
 
 BUILT_IN = {"bert-base": (12, 768, 12), "bert-large": (24, 1024, 16), "minilm": (6, 384, 12), "bert-tiny": (2, 128, 2)}
-"""Layers, width and heads of BERTs that need no files."""
+"""Layers, width and heads of BERT models that need no files."""
 _VOCABULARY = 30522
 _POSITIONS = 512
 _FIRST_POSITION_IS_2 = ("roberta", "xlm-roberta", "camembert", "mpnet")
-"""Models whose table of positions has two rows that no token uses."""
+"""Models whose position table has two unused rows."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,24 @@ class Subject:
         try:
             with torch.device(device):
                 return kinds[self.task].from_config(config).train()
-        except Exception as error:  # whatever a configuration may hold
+        except Exception as error:  # a configuration can fail in many ways
             if isinstance(error, ValueError) and "Unrecognized configuration" in str(error):
                 why = f"transformers has no {self.task} head for {with_article(config.model_type)}"
             else:
-                why = f"its config.json describes no model that can be built ({reason(error)})"
+                why = f"its config.json does not describe a model that can be built ({reason(error)})"
             raise UserError(f"--model {self.model!r}: {why}") from None
 
     def check(self) -> None:
-        """Raises what is wrong with it before anything is measured."""
+        """Raises UserError if the model cannot be used, before anything is measured."""
         longest = _POSITIONS if self.model in BUILT_IN else _longest(self._config())
         if self.length > longest:
             raise UserError(f"--length {self.length}: {self.model} takes rows of at most {longest} tokens")
         if self.model not in BUILT_IN:
-            self.build("meta")  # where it takes neither time nor memory
+            self.build("meta")  # needs neither time nor memory
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a measurement is kept under: a folder's model may change while its name stays."""
+        """The cache key of a measurement. It contains config.json, since the model in a folder may change."""
         try:
             with open(os.path.join(self.model, "config.json"), encoding="utf-8") as file:
                 return {**asdict(self), "config": file.read()}
@@ -76,10 +76,10 @@ class Subject:
         try:
             return config_of(self.model, flag="--model", trust_remote_code=False)
         except UserError as error:
-            raise UserError(f"--model {self.model!r}: {error}; built in are {', '.join(BUILT_IN)}") from None
+            raise UserError(f"--model {self.model!r}: {error}; built-in models are {', '.join(BUILT_IN)}") from None
 
     def rows(self, count: int, seed: int, config: Any) -> dict[str, Any]:
-        """A batch in which lengths vary as they do in text: from a half to one and a half of the mean, if the model can."""
+        """A batch whose lengths vary from 0.5 to 1.5 times the mean, as far as the model allows."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)
@@ -87,8 +87,8 @@ class Subject:
         shares = torch.linspace(1 - spread, 1 + spread, count) if count > 1 else torch.ones(1)
         lengths = (self.length * shares).round().long().clamp(min=min(4, self.length))
         mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]
-        words = min(2000, config.vocab_size)
-        ids = torch.randint(words // 2, words, mask.shape, generator=generator) * mask
+        tokens = min(2000, config.vocab_size)
+        ids = torch.randint(tokens // 2, tokens, mask.shape, generator=generator) * mask
         inputs = {"input_ids": ids, "attention_mask": mask.long()}
         if self.task == "qa":
             return {**inputs, "start_positions": lengths // 2, "end_positions": lengths // 2}
@@ -96,6 +96,6 @@ class Subject:
 
 
 def _longest(config: Any) -> int:
-    """The most tokens that a row may have."""
+    """The maximum number of tokens in a row."""
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     return int(positions) - 2 * (config.model_type in _FIRST_POSITION_IS_2)

@@ -1,8 +1,8 @@
-"""The log of a run: one JSON object per line, appended as things happen, readable after a kill at any byte.
+"""The log of a run: one JSON object per line, appended during the run, readable after a kill at any byte.
 
-Every entry has `kind` and `time`. A resumed run appends a new `start` with the step it went on from; `read_run` drops
-what the killed run had logged beyond that step, because it was done again. Whoever reads the log may rely on the types in
-`_SCHEMA`: a line that breaks them is left out and counted.
+Every entry has `kind` and `time`. A resumed run appends a new `start` with the step it resumed at; `read_run` then drops what
+the killed run had logged after that step, because those steps are repeated. Entries returned by the readers have the types in
+`_SCHEMA`; lines that do not are skipped and counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "run.jsonl"
 
 
 class RunLog:
-    """Appends entries to <folder>/run.jsonl. A log that cannot be written is not worth a training run: it goes quiet."""
+    """Appends entries to <folder>/run.jsonl. If that fails, logging stops and training continues."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / NAME
@@ -37,30 +37,30 @@ class RunLog:
         line = json.dumps({"kind": kind, "time": round(time.time(), 3), **_plain(values)}, ensure_ascii=False)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            torn = _ends_torn(self.path)
+            incomplete = _ends_mid_line(self.path)
             with open(self.path, "a", encoding="utf-8", errors="surrogatepass") as file:
-                # One write per entry; after a kill in the middle of one, begin a new line.
-                file.write(("\n" if torn else "") + line + "\n")
+                # One write per entry; after a kill in the middle of an entry, start a new line.
+                file.write(("\n" if incomplete else "") + line + "\n")
         except OSError:
             self._works = False
 
     def start_over(self) -> None:
-        """Keeps the log of an earlier run in the same folder under another name."""
+        """Renames the log of an earlier run in the same folder."""
         if self.path.exists():
             os.replace(self.path, self.path.with_suffix(".jsonl.old"))
 
 
-def _ends_torn(path: Path) -> bool:
+def _ends_mid_line(path: Path) -> bool:
     try:
         with open(path, "rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) != b"\n"
-    except OSError:  # not there, or empty
+    except OSError:  # missing or empty
         return False
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: NaN becomes text, numbers of other libraries become numbers, everything else its text."""
+    """Converts a value for JSON: NaN becomes text, numbers of other libraries plain numbers, everything else text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -76,23 +76,23 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class Run:
-    """A run as its log tells it, over all its interruptions. Entries have the types of `_SCHEMA`."""
+    """A run as read from its log, including resumed parts. Entries have the types of `_SCHEMA`."""
 
     start: dict[str, Any] = field(default_factory=dict)
-    """The last start entry, over the first one's."""
+    """All start entries merged, the last one's values first."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     waits: list[dict[str, Any]] = field(default_factory=list)
-    """Which ranks waited for which: rows of step, the rank that was waited for, and the seconds each rank waited."""
+    """Which ranks waited for which: the step, the last rank to arrive, and the seconds each rank waited."""
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The last entry of each other kind."""
     resumed_at: list[int] = field(default_factory=list)
     peak: float | None = None
-    """Operations per second that shares of the peak refer to."""
+    """Operations per second to which shares of the peak refer."""
     lines: int = 0
     """Lines of the log that are not empty."""
     bad_lines: int = 0
-    """Those that are no entry: cut short by a kill, not JSON, or with values of another type than they must have."""
+    """Lines that are not valid entries: incomplete after a kill, not JSON, or with values of the wrong type."""
 
     @property
     def finished(self) -> bool:
@@ -100,17 +100,17 @@ class Run:
 
     @property
     def bad_lines_note(self) -> str:
-        """One sentence about the lines that were left out; empty if there are none."""
+        """A sentence about skipped lines; empty if there are none."""
         if not self.bad_lines:
             return ""
         were = "line is" if self.lines == 1 else f"lines {'is' if self.bad_lines == 1 else 'are'}"
-        return f"{self.bad_lines:,} of {self.lines:,} {were} damaged and left out."
+        return f"{self.bad_lines:,} of {self.lines:,} {were} damaged and skipped."
 
 
 Check = Callable[[Any], bool]
 
-_LARGEST = 1e100  # far above anything a run measures, and far enough below the largest float to compute and draw with
-_LARGEST_INT = 1 << 53  # what a float holds exactly; plots take no larger ones than C does
+_LARGEST = 1e100  # far above any measurement, and far enough below the largest float to compute and plot with
+_LARGEST_INT = 1 << 53  # exact as a float; matplotlib does not accept integers beyond 64 bits
 _NOT_FINITE = ("nan", "inf", "-inf")  # as the log writes them
 _YEAR_9999 = 253_370_764_800
 _DEEPEST = 12
@@ -123,7 +123,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def number(entry: Mapping[str, Any], name: str) -> float | None:
-    """The finite number under `name`; None if there is none, as with a loss that became NaN."""
+    """The finite number under `name`; None if there is none, as for a loss that became NaN."""
     value = entry.get(name)
     return float(value) if _is_number(value) else None
 
@@ -145,7 +145,7 @@ def _count(value: Any) -> bool:
 
 
 def _integer(value: Any) -> bool:
-    return isinstance(value, int)  # of any size: numbers that name processes
+    return isinstance(value, int)  # of any size: process ids
 
 
 def _text(value: Any) -> bool:
@@ -161,11 +161,11 @@ def _anything(value: Any) -> bool:
 
 
 def _moment(value: Any) -> bool:
-    return _amount(value) and value < _YEAR_9999  # what the calendar can show
+    return _amount(value) and value < _YEAR_9999  # what `time.localtime` can show
 
 
 def _or_none(check: Check) -> Check:
-    """For a field that may be missing."""
+    """Makes a field optional."""
     return lambda value: value is None or check(value)
 
 
@@ -182,12 +182,12 @@ def _row_of(length: int) -> Check:
 
 
 def _fields(**checks: Check) -> Check:
-    """An object with these fields. Others may stand beside them: scripts log what they like, and nobody reads it here."""
+    """An object with these fields. It may have others: scripts can log what they like."""
     return lambda value: isinstance(value, dict) and all(check(value.get(name)) for name, check in checks.items())
 
 
 def _wait(row: Any) -> bool:
-    """[step, rank that was waited for, seconds of rank 0, seconds of rank 1, ...]"""
+    """[step, last rank to arrive, seconds that rank 0 waited, seconds that rank 1 waited, ...]"""
     if not isinstance(row, list) or len(row) < 3:
         return False
     return _count(row[1]) and row[1] < len(row) - 2 and all(map(_is_number, row))
@@ -233,7 +233,7 @@ _SCHEMA: dict[str, Check] = {
         padding_avoided=_or_none(_figure), share_of_peak=_or_none(_figure), peak=_or_none(_amount),
         phases=_or_none(_dict_of(_is_number)),
     ),
-    # Metrics are the script's own, and may be lists or texts; `number` picks those that can be shown.
+    # Metrics are defined by the script and may be lists or texts; `number` picks those that can be shown.
     "evaluation": _fields(step=_count),
     "examples": _fields(rows=_or_none(_list_of(_EXAMPLE))),
     "waits": _fields(step=_count, rows=_or_none(_list_of(_wait))),
@@ -243,11 +243,11 @@ _SCHEMA: dict[str, Check] = {
     "trained": _fields(step=_or_none(_count), train_runtime=_or_none(_figure)),
     "end": _fields(reason=_or_none(_text), step=_or_none(_count)),
 }  # fmt: skip
-"""What the entries of each kind hold. Kinds that are not listed may hold anything: the page does not show them."""
+"""The fields of each kind of entry. Other kinds may contain anything: the page does not show them."""
 
 
 def _is_shallow(value: Any, left: int = _DEEPEST) -> bool:
-    """Whether a value can be shown as text: Python's own `str` gives up on what is nested a few hundred times."""
+    """Whether a value can be shown as text: `str` fails on deeply nested values."""
     if not isinstance(value, list | dict):
         return True
     items = value.values() if isinstance(value, dict) else value
@@ -255,7 +255,7 @@ def _is_shallow(value: Any, left: int = _DEEPEST) -> bool:
 
 
 def _entry(line: str) -> dict[str, Any] | None:
-    """The entry of a line; None if it is none."""
+    """The entry in a line; None if the line is damaged."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -274,7 +274,7 @@ def read_run(folder: str | Path) -> Run:
         if entry is None:
             run.bad_lines += 1
         elif entry["kind"] == "start":
-            _take_start(run, entry)
+            _apply_start(run, entry)
         elif entry["kind"] == "step":
             run.steps.append(entry)
         elif entry["kind"] == "evaluation":
@@ -288,23 +288,23 @@ def read_run(folder: str | Path) -> Run:
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The entries of a log, and None for each line that is damaged. Raises OSError if the file cannot be read."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device might never end
+    """The entries of a log, with None for each damaged line. Raises OSError if the file cannot be read."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device may never end
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     with open(path, encoding="utf-8-sig", errors="replace") as file:
         yield from map(_entry, filter(str.strip, file))
 
 
 def _one_peak(run: Run) -> None:
-    """All shares refer to the highest rate that was reached: a peak that proved too low on the way was raised."""
-    told = [one for one in run.steps if number(one, "peak") and number(one, "share_of_peak") is not None]
-    # A share above 1, as older logs may have, shows that training itself reached more than the peak then known.
-    run.peak = max((one["peak"] * max(one["share_of_peak"], 1.0) for one in told), default=None)
-    for one in told:
+    """Makes all shares refer to the highest peak: a peak that proved too low was raised during the run."""
+    with_share = [one for one in run.steps if number(one, "peak") and number(one, "share_of_peak") is not None]
+    # In older logs a share above 1 means that training was faster than the peak known then.
+    run.peak = max((one["peak"] * max(one["share_of_peak"], 1.0) for one in with_share), default=None)
+    for one in with_share:
         one["share_of_peak"] *= one["peak"] / run.peak
 
 
-def _take_start(run: Run, entry: dict[str, Any]) -> None:
+def _apply_start(run: Run, entry: dict[str, Any]) -> None:
     step = entry.get("resumed_at") or 0
     if run.start:
         run.resumed_at.append(step)

@@ -1,7 +1,7 @@
-"""report.html: one self-contained file about a run, made from its log.
+"""report.html: one self-contained page about a run, generated from its log.
 
-Here the entries of the log become words and figures; `page.html.jinja` puts them into HTML and escapes them all. Nothing
-that came from a log is ever marked as HTML.
+This module turns log entries into texts and figures; `page.html.jinja` inserts them into HTML and escapes them. Nothing from a
+log is ever marked as safe HTML.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from stoker.english import duration
 from stoker.errors import UserError
 from stoker.run_report.log import Run, number, read_run
 from stoker.run_report.plots import (
@@ -36,12 +37,12 @@ _TASKS = {"qa": "question answering", "classify": "classification", "demo": "que
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:
-    """Makes the page from <folder>/run.jsonl. Raises FileNotFoundError without that log."""
+    """Generates the page from <folder>/run.jsonl. Raises FileNotFoundError if there is no log."""
     return write_page(read_run(folder), folder / "report.html" if output is None else output)
 
 
 def write_page(run: Run, path: Path) -> Path:
-    """Writes the page, whole or not at all."""
+    """Writes the page atomically."""
     page = render(run)
     try:
         write_text(path, page, errors="replace")
@@ -81,7 +82,7 @@ def _title(run: Run) -> str:
     if title := run.start.get("title"):
         return str(title)
     model = run.others.get("model", {})
-    name = str(run.start.get("model") or model.get("name") or model.get("type") or "A training run")
+    name = str(run.start.get("model") or model.get("name") or model.get("type") or "Training run")
     if "/" in name and (name.startswith((".", "/", "~")) or name.count("/") > 1):  # a folder, not a name on the hub
         parts = [part for part in Path(name).parts if part not in {"model", ".", "/"}]
         name = parts[-1] if parts else name
@@ -130,7 +131,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
                 tiles.append((f"{share:.0%}", label))
         tiles.append(_steps_tile(run))
     if seconds := number(run.others.get("trained", {}), "train_runtime"):
-        tiles.append((_clock(seconds), "of training"))
+        tiles.append((duration(seconds), "of training"))
     return tiles
 
 
@@ -141,8 +142,8 @@ def _score_tiles(run: Run) -> list[tuple[str, str]]:
     for name, label in _SCORES.items():
         value, before = number(last, f"eval_{name}"), number(first, f"eval_{name}")
         if value is not None:
-            came = f", from {before:.3g}" if before is not None and first["step"] == 0 else ""
-            tiles.append((f"{value:.1f}" if value > 1.5 else f"{value:.3f}", label + came))
+            change = f", from {before:.3g}" if before is not None and first["step"] == 0 else ""
+            tiles.append((f"{value:.1f}" if value > 1.5 else f"{value:.3f}", label + change))
     return tiles
 
 
@@ -158,12 +159,6 @@ def _median(run: Run, name: str) -> float | None:
     return values[len(values) // 2] if values else None
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
 def _plots(run: Run) -> list[tuple[Markup, str]]:
     plots = [
         (scores_plot(run), "On data that was not trained on."),
@@ -171,7 +166,7 @@ def _plots(run: Run) -> list[tuple[Markup, str]]:
         (throughput_plot(run), "Real tokens only; padding is not counted."),
         (lengths_plot(run), "The shaded part is what padding would add to the average row."),
         (phases_plot(run), ""),
-        (waits_plot(run), "All ranks meet once per step; whoever comes last makes the others wait."),
+        (waits_plot(run), "All ranks synchronize once per step; the last to arrive makes the others wait."),
         (speed_plot(run), run.others.get("speed", {}).get("note") or ""),
     ]
     return [(svg, caption) for svg, caption in plots if svg is not None]
@@ -181,11 +176,11 @@ _STEPS_SHOWN = 200
 
 
 def _waits(run: Run) -> dict[str, Any] | None:
-    """Step by step, which rank was waited for and for how long; folded, because a run has many steps."""
+    """For each step, the last rank to arrive and how long each rank waited; collapsed, because a run has many steps."""
     rows, _ = waits_of(run)
     if not rows:
         return None
-    # Where there are too many to show, those with the longest waits.
+    # If there are too many to show, those with the longest waits.
     worst = sorted(rows, key=lambda row: -max(row[2:]))[:_STEPS_SHOWN]
     return {
         "covers": f"the {len(worst)} longest of {len(rows)} steps" if len(rows) > len(worst) else f"{len(rows)} steps",
@@ -215,7 +210,7 @@ def _example(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _around_answer(context: str, begin: int | None, end: int | None) -> tuple[str, str, str]:
-    """The part of a text around the answer: what comes before it, the answer itself, and what comes after."""
+    """The text before the answer, the answer, and the text after it, shortened."""
     if begin is None or end is None or not begin < end <= len(context):
         return context[:360] + ("..." if len(context) > 360 else ""), "", ""
     first, last = max(begin - 170, 0), min(end + 170, len(context))

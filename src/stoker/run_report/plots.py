@@ -1,6 +1,6 @@
-"""The plots of the report, as SVG whose colours and fonts are the page's own, so that they follow light and dark.
+"""The plots of the report, as SVG that uses the page's colours and fonts and so follows light and dark mode.
 
-matplotlib draws with stand-in colours; `_svg` turns those into CSS variables. Nothing here reads files.
+matplotlib draws with placeholder colours, which `_svg` replaces with CSS variables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
     "lengths_plot", "loss_plot", "phases_plot", "scores_plot", "speed_plot", "throughput_plot", "waits_of", "waits_plot",
 ]  # fmt: skip
 
-# Stand-ins that no plot would have by chance, and the variable of the page each becomes.
+# Placeholder colours that no plot has by chance, and the CSS variable that replaces each.
 _INK, _MUTED, _GRID, _ONE, _TWO, _THREE, _FOUR, _FIVE = (f"#0a0b{n:02x}" for n in range(1, 9))
 _VARIABLES = dict(
     zip(
@@ -35,7 +35,7 @@ _VARIABLES = dict(
 )
 _STYLE: Any = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "text.parse_math": False,  # a dollar sign in a name must not start a formula
     "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -68,10 +68,10 @@ def _figure(height: float, panels: Sequence[float] = (1.0,)) -> tuple[Figure, li
 
 
 def _svg(figure: Figure, label: str) -> Markup:
-    """The figure as an <svg> element for a page; every id in it is made unique to the page."""
+    """The figure as an <svg> element whose ids are unique on the page."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": label}), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # labels too long for their plot, letters that no font has: the page shows them
+        warnings.simplefilter("ignore")  # labels too long for the plot, missing glyphs: the browser shows them
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
@@ -79,12 +79,12 @@ def _svg(figure: Figure, label: str) -> Markup:
     text = re.sub(r'\bid="([^"]+)"', rf'id="p{number}-\1"', text)
     text = re.sub(r"(url\(#|href=\"#)", rf"\1p{number}-", text)
     text = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px; font-family: inherit", text)
-    for stand_in, variable in _VARIABLES.items():
-        text = text.replace(stand_in, f"var(--{variable})")
+    for placeholder, variable in _VARIABLES.items():
+        text = text.replace(placeholder, f"var(--{variable})")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     head, _, body = text.partition(">")
     head = re.sub(r' (width|height)="[^"]*"', "", head)
-    # matplotlib has escaped the texts within the plot
+    # matplotlib has escaped the texts in the plot
     return Markup('{} role="img" aria-label="{}">{}').format(Markup(head), label, Markup(body))
 
 
@@ -101,7 +101,7 @@ def _smooth(values: Sequence[float], weight: float = 0.85) -> list[float]:
     return smooth
 
 
-def _tidy(axis: Axes, title: str, run: Run | None = None, last: bool = True) -> None:
+def _style_axes(axis: Axes, title: str, run: Run | None = None, last: bool = True) -> None:
     axis.set_title(title, loc="left", fontsize=11, color=_MUTED, pad=8)
     axis.margins(x=0.02)
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -123,14 +123,14 @@ def loss_plot(run: Run) -> Markup | None:
             top.plot(steps, _smooth(losses), color=_ONE)
         else:
             top.plot(steps, losses, color=_ONE, marker="o", markersize=4)
-        _tidy(top, "Loss", run, last=False)
+        _style_axes(top, "Loss", run, last=False)
         top.set_ylim(bottom=0)
         bottom.plot(*_points(run.steps, "learning_rate"), color=_TWO)
         bottom.set_ylim(bottom=0)
         bottom.yaxis.set_major_formatter(
             FuncFormatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-") if value else "0")
         )
-        _tidy(bottom, "Learning rate", run)
+        _style_axes(bottom, "Learning rate", run)
         bottom.yaxis.set_major_locator(MaxNLocator(2))
         return _svg(figure, f"Loss over {int(steps[-1])} steps, ending at {losses[-1]:.3g}, and the learning rate")
 
@@ -145,7 +145,7 @@ _SCORES = (
 def scores_plot(run: Run) -> Markup | None:
     found = [(label, color, *_points(run.evaluations, name)) for name, label, color in _SCORES]
     found = [one for one in found if one[2]]
-    if not found or max(len(one[2]) for one in found) < 2:  # a single figure is told better by its tile
+    if not found or max(len(one[2]) for one in found) < 2:  # a single value is shown in its tile
         return None
     with matplotlib.rc_context(_STYLE):
         figure, (axis,) = _figure(2.7)
@@ -154,14 +154,16 @@ def scores_plot(run: Run) -> Markup | None:
         lowest = top * 1.2
         for label, color, steps, values in sorted(found, key=lambda one: -one[3][-1]):
             axis.plot(steps, values, color=color, marker="o", markersize=5)
-            lowest = min(values[-1], lowest - 0.1 * top)  # labels of curves that end together stand below each other
+            lowest = min(
+                values[-1], lowest - 0.1 * top
+            )  # labels of curves that end together are placed below each other
             axis.annotate(f"{label} {values[-1]:.3g}", (steps[-1], lowest), xytext=(8, 0),
                           textcoords="offset points", va="center", color=color, annotation_clip=False)  # fmt: skip
         axis.set_ylim(0, top)
-        _tidy(axis, "Evaluation", run)
+        _style_axes(axis, "Evaluation", run)
         axis.margins(x=0.04)
-        told = ", ".join(f"{label} {values[-1]:.3g}" for label, _, _, values in found)
-        return _svg(figure, f"Scores over time, at the end {told}")
+        summary = ", ".join(f"{label} {values[-1]:.3g}" for label, _, _, values in found)
+        return _svg(figure, f"Scores over time, at the end {summary}")
 
 
 def throughput_plot(run: Run) -> Markup | None:
@@ -174,12 +176,12 @@ def throughput_plot(run: Run) -> Markup | None:
         axes[0].plot(steps, tokens, color=_THREE)
         axes[0].set_ylim(bottom=0)
         axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        _tidy(axes[0], "Tokens per second", run, last=not shares[0])
+        _style_axes(axes[0], "Tokens per second", run, last=not shares[0])
         if shares[0]:
             axes[1].plot(shares[0], [100 * value for value in shares[1]], color=_FOUR)
             axes[1].set_ylim(0, max(100, *(110 * value for value in shares[1])))
             axes[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}%"))
-            _tidy(axes[1], "Share of the machine's measured peak", run)
+            _style_axes(axes[1], "Share of the machine's measured peak", run)
         middle = sorted(tokens)[len(tokens) // 2]
         return _svg(figure, f"Throughput, {middle:,.0f} real tokens per second at the median")
 
@@ -202,7 +204,7 @@ def lengths_plot(run: Run) -> Markup | None:
         axis.annotate(f"mean {mean:.0f}", (mean, height * 1.18), xytext=(-5, 0), textcoords="offset points", ha="right")
         axis.annotate(f"padding to {padded}", (padded, height * 1.18), xytext=(-5, 0), textcoords="offset points",
                       ha="right", color=_TWO)  # fmt: skip
-        _tidy(axis, "Rows by length")
+        _style_axes(axis, "Rows by length")
         axis.set_xlabel("tokens", fontsize=10)
         share = 1 - mean / padded
         return _svg(
@@ -228,22 +230,17 @@ def phases_plot(run: Run) -> Markup | None:
             share = 100 * totals[name] / whole
             axis.barh(row, share, height=0.62, color=color)
             axis.annotate(f"{share:.1f}%", (share, row), xytext=(5, 0), textcoords="offset points", va="center")
-        axis.set_yticks(range(len(names)), names)
-        axis.invert_yaxis()
+        _name_bars(axis, names, "Where a step's time went")
         axis.set_xlim(0, 112 * max(totals.values()) / whole)
-        axis.grid(False)
-        axis.set_xticks([])
-        axis.spines["bottom"].set_visible(False)
-        axis.set_title("Where a step's time went", loc="left", fontsize=11, color=_MUTED, pad=8)
-        told = ", ".join(f"{name} {100 * totals[name] / whole:.0f}%" for name in names)
-        return _svg(figure, f"Time of a step by phase: {told}")
+        summary = ", ".join(f"{name} {100 * totals[name] / whole:.0f}%" for name in names)
+        return _svg(figure, f"Time of a step by phase: {summary}")
 
 
 _SIDES_SHOWN, _NAME_SHOWN = 8, 24
 
 
 def _one_line(name: str) -> str:
-    """A name as short as a plot can show it, and without what XML cannot hold."""
+    """A name shortened for a plot, without characters that XML does not allow."""
     shown = "".join(letter if letter.isprintable() else " " for letter in name)
     return shown if len(shown) <= _NAME_SHOWN else shown[: _NAME_SHOWN - 3] + "..."
 
@@ -267,12 +264,12 @@ def speed_plot(run: Run) -> Markup | None:
             )
         _name_bars(axis, list(sides), "Seconds per training step")
         axis.set_xlim(0, 1.22 * max(max(values) for values in sides.values()))
-        told = ", ".join(f"{name} {middles[name]:.2f} s" for name in sides)
-        return _svg(figure, f"Seconds per step, medians: {told}")
+        summary = ", ".join(f"{name} {middles[name]:.2f} s" for name in sides)
+        return _svg(figure, f"Seconds per step, medians: {summary}")
 
 
 def _name_bars(axis: Axes, names: list[str], title: str) -> None:
-    """Horizontal bars, the first on top, that carry their figures themselves and need no scale."""
+    """Labels horizontal bars, the first on top; their values are annotated, so there is no scale."""
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xticks([])
@@ -282,13 +279,13 @@ def _name_bars(axis: Axes, names: list[str], title: str) -> None:
 
 
 def waits_of(run: Run) -> tuple[list[list[float]], list[int]]:
-    """Seconds that each rank waited, by step, and how often each rank was the one waited for.
+    """Seconds that each rank waited, by step, and how often each rank was the last to arrive.
 
-    Steps in which nobody waited are left out: between the averages of local SGD ranks do not meet, and nobody is to blame.
+    Steps in which nobody waited are skipped: between two averages of local SGD, ranks do not synchronize.
     """
     rows = [row for entry in run.waits for row in entry.get("rows") or () if len(row) > 3 and any(row[2:])]
     ranks = max((len(row) - 2 for row in rows), default=0)
-    rows = [row for row in rows if len(row) - 2 == ranks]  # after a change of the number of ranks, the larger job
+    rows = [row for row in rows if len(row) - 2 == ranks]  # if the number of ranks changed, use the larger job
     return rows, [sum(row[1] == rank for row in rows) for rank in range(ranks)]
 
 
@@ -296,20 +293,20 @@ _RANKS_SHOWN = 16
 
 
 def waits_plot(run: Run) -> Markup | None:
-    rows, blamed = waits_of(run)
+    rows, last_count = waits_of(run)
     if not rows:
         return None
-    # With many ranks, those that were waited for most.
-    shown = sorted(sorted(range(len(blamed)), key=lambda rank: -blamed[rank])[:_RANKS_SHOWN])
+    # With many ranks, those that were last most often.
+    shown = sorted(sorted(range(len(last_count)), key=lambda rank: -last_count[rank])[:_RANKS_SHOWN])
     with matplotlib.rc_context(_STYLE):
         figure, (axis,) = _figure(0.9 + 0.42 * len(shown))
         for row, rank in enumerate(shown):
-            share = 100 * blamed[rank] / len(rows)
+            share = 100 * last_count[rank] / len(rows)
             axis.barh(row, share, height=0.6, color=_TWO)
             mean = 1000 * sum(one[2 + rank] for one in rows) / len(rows)
-            axis.annotate(f"{share:.0f}%, itself waited {mean:.0f} ms", (share, row), xytext=(5, 0),
+            axis.annotate(f"{share:.0f}%, waited {mean:.0f} ms itself", (share, row), xytext=(5, 0),
                           textcoords="offset points", va="center", annotation_clip=False)  # fmt: skip
-        _name_bars(axis, [f"rank {rank}" for rank in shown], "Steps in which the others waited for it")
+        _name_bars(axis, [f"rank {rank}" for rank in shown], "Steps in which others waited for this rank")
         axis.set_xlim(0, 220)
-        told = ", ".join(f"rank {rank} in {blamed[rank]} of {len(rows)} steps" for rank in shown)
-        return _svg(figure, f"Who was waited for: {told}")
+        summary = ", ".join(f"rank {rank} in {last_count[rank]} of {len(rows)} steps" for rank in shown)
+        return _svg(figure, f"Ranks that others waited for: {summary}")

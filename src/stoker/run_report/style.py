@@ -1,4 +1,4 @@
-"""The look of the report: one style sheet, light and dark, from a phone to a wide screen. No file is loaded."""
+"""The report's style sheet: light and dark, for phones and wide screens; it loads no files."""
 
 from __future__ import annotations
 

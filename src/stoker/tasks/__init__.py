@@ -1,1 +1,1 @@
-"""What a person came for: a fine-tuned model. Data, metrics, post-processing and the run itself, one room per task."""
+"""`stoker train`, `ask` and `demo`: data, metrics, post-processing and the run itself, with a package per task."""

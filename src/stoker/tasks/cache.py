@@ -1,6 +1,6 @@
-"""Preprocessed arrays kept on disk, named by a hash of everything they were made from; never pickled.
+"""Caches preprocessed arrays on disk, named by a hash of everything they were made from; nothing is pickled.
 
-Losing the cache costs time only: a file that does not read is made again, one that cannot be written is done without.
+The cache only saves time: a file that cannot be read is made again, and failure to write one is ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Arrays", "cached", "fingerprint"]
 
 Arrays = dict[str, NDArray[np.generic]]
 _INSIDE = "features"  # the directory in the cache
-_FORMAT = "1"  # raised when the meaning of stored arrays changes
+_FORMAT = "1"  # increase it when the meaning of stored arrays changes
 _MOST_BYTES = 4 << 30
 
 log = logging.getLogger("stoker")
@@ -40,7 +40,7 @@ def fingerprint(*parts: Iterable[str] | str) -> str:
 
 
 def cached(kind: str, key: str, make: Callable[[], Arrays], *, fresh: bool = False) -> tuple[Arrays, bool]:
-    """The arrays of `key`, from disk or from `make`; and whether they were there."""
+    """The arrays of `key`, from disk or else from `make`; and whether they came from disk."""
     name = f"{kind}-{key}.npz"
     if not fresh and (found := _load(name)) is not None:
         return found, True
@@ -54,7 +54,7 @@ def _load(name: str) -> Arrays | None:
         with cache_directory.open_file(cache_directory.trusted_directory(_INSIDE) / name) as file:
             with np.load(file, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
-            os.utime(file.fileno())  # the oldest unused go first when room is needed
+            os.utime(file.fileno())  # the least recently used are removed first
         return arrays
     except cache_directory.UntrustedCache as error:
         cache_directory.warn(error)
@@ -68,12 +68,12 @@ def _save(name: str, arrays: Arrays) -> None:
         path = cache_directory.make_directory(_INSIDE) / name
         with cache_directory.writing(path) as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
-        _make_room(path)
+        _remove_old(path)
     except OSError as error:
-        log.debug("preprocessed data is not kept: %s", error)
+        log.debug("preprocessed data is not cached: %s", error)
 
 
-def _make_room(newest: Path) -> None:
+def _remove_old(newest: Path) -> None:
     files = sorted(newest.parent.glob("*.npz"), key=lambda file: file.stat().st_mtime, reverse=True)
     total = 0
     for file in files:

@@ -1,4 +1,4 @@
-"""The README.md beside a trained model: what it is, from what, how well it does, and how to use it without Stoker."""
+"""The model card (README.md) of a trained model: base model, data, scores, settings, and how to use it without Stoker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ with torch.no_grad():
     print(model.config.id2label[int(model(**inputs).logits.argmax())])""",
 }
 _NUMBER = "    print(float(model(**inputs).logits))"
-_TOLD = (
+_SETTINGS_SHOWN = (
     "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_batch", "num_train_epochs",
     "max_steps", "seed", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "bf16",
 )  # fmt: skip
@@ -47,17 +47,18 @@ def model_card(job: Any, trainer: Any, metrics: dict[str, Any], run: Run) -> str
     """Markdown with the front matter that the hub reads."""
     base = job.model.model_name_or_path
     data = job.data.dataset_name or getattr(job.data, "task_name", None) or job.data.train_file
-    figures = {k.removeprefix("eval_"): v for k, v in metrics.items() if k.startswith("eval_") and _telling(k, v)}
+    figures = {k.removeprefix("eval_"): v for k, v in metrics.items() if k.startswith("eval_") and _is_score(k, v)}
     front = {
         "library_name": "transformers",
         "pipeline_tag": _PIPELINES[job.task],
-        # The hub takes its own names only, and refuses a card that names a folder of somebody's machine.
+        # The hub accepts only names of hub models here, and rejects a card with a local folder.
         **({} if os.path.exists(base) else {"base_model": str(base)}),
         "tags": ["stoker", "generated_from_trainer"],
     }
     header = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
     table = "\n".join(f"| {name} | {float(value):.4g} |" for name, value in figures.items())
-    settings = "\n".join(f"- {name}: {_plain(getattr(job.args, name, None))}" for name in _TOLD if _set(job.args, name))
+    shown = [name for name in _SETTINGS_SHOWN if _is_set(job.args, name)]
+    settings = "\n".join(f"- {name}: {_plain(getattr(job.args, name))}" for name in shown)
     trained = run.others.get("trained", {})
     seconds = trained.get("train_runtime")
     spent = (
@@ -101,7 +102,7 @@ def _use(job: Any, trainer: Any) -> str:
     return "\n".join(lines)
 
 
-def _telling(name: str, value: Any) -> bool:
+def _is_score(name: str, value: Any) -> bool:
     skipped = ("runtime", "per_second", "samples", "total")
     return isinstance(value, int | float) and not any(word in name for word in skipped)
 
@@ -110,8 +111,8 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-def _set(args: Any, name: str) -> bool:
-    if name == "num_train_epochs" and args.max_steps > 0:  # which overrides it
+def _is_set(args: Any, name: str) -> bool:
+    if name == "num_train_epochs" and args.max_steps > 0:  # max_steps overrides it
         return False
     value = getattr(args, name, None)
     return value not in (None, -1, False, 0, 0.0) or name == "seed"

@@ -1,4 +1,4 @@
-"""Rows of token ids as one padded batch of tensors; padding costs nothing later, since it never enters the model."""
+"""Collates rows of token ids into one padded batch. The padding costs little: it never enters the optimized model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Collator:
     pad_id: int
     pad_left: bool = False
     pad_to: int | None = None
-    """Pad every batch to this length, as --pad_to_max_length asks; None: to its longest row."""
+    """Pad every batch to this length, as --pad_to_max_length does; None pads to the longest row."""
 
     @classmethod
     def of(cls, tokenizer: Any, pad_to: int | None = None) -> Collator:

@@ -1,4 +1,4 @@
-"""How far a run is: a bar in a terminal, plain lines in a log file, nothing twice."""
+"""Shows the progress of a run: a bar in a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-__all__ = ["Display", "line_of"]
+__all__ = ["Display", "line_of", "use_display"]
 
 _EVERY = 10.0  # seconds between lines about an evaluation in a log file
 
 
 def line_of(logs: dict[str, Any]) -> str:
-    """The figures of one log entry in words."""
+    """The figures of one log entry on one line."""
     parts = []
     if "loss" in logs:
         parts.append(f"loss {float(logs['loss']):.3f}")
@@ -32,14 +33,14 @@ def line_of(logs: dict[str, Any]) -> str:
 
 
 class Display(TrainerCallback):  # type: ignore[misc]
-    """Replaces transformers' own bars and prints."""
+    """Replaces transformers' own progress bars and printed logs."""
 
     def __init__(self, stream: Any = None) -> None:
         self.console = Console(file=stream or sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.bar: Progress | None = None
         self.training: TaskID | None = None
         self.evaluation: TaskID | None = None
-        self._began = self._told = time.monotonic()
+        self._began = self._last_line = time.monotonic()
         self._begin_step = 0
         self._predicted = 0
         self._in_training = False
@@ -55,7 +56,7 @@ class Display(TrainerCallback):  # type: ignore[misc]
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[said]}"),
+                TextColumn("{task.fields[figures]}"),
                 console=self.console,
                 transient=True,
             )
@@ -72,7 +73,7 @@ class Display(TrainerCallback):  # type: ignore[misc]
         self._in_training = True
         if state.is_world_process_zero and self._terminal:
             bar = self._start_bar()
-            self.training = bar.add_task("train", total=state.max_steps, completed=state.global_step, said="")
+            self.training = bar.add_task("train", total=state.max_steps, completed=state.global_step, figures="")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if self.bar is not None and self.training is not None:
@@ -81,13 +82,13 @@ class Display(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
-        said = line_of(logs)
+        figures = line_of(logs)
         if self.bar is not None and self.training is not None:
-            self.bar.update(self.training, said=said)
+            self.bar.update(self.training, figures=figures)
             return
         done = max(state.global_step - self._begin_step, 1)
         left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step)
-        self.console.print(f"step {state.global_step}/{state.max_steps}  {said}  {_clock(left)} left")
+        self.console.print(f"step {state.global_step}/{state.max_steps}  {figures}  {_clock(left)} left")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **rest: Any) -> None:
         if not state.is_world_process_zero or not hasattr(eval_dataloader, "__len__"):
@@ -96,10 +97,10 @@ class Display(TrainerCallback):  # type: ignore[misc]
         if self._terminal:
             bar = self._start_bar()
             if self.evaluation is None:
-                self.evaluation = bar.add_task("evaluate", total=len(eval_dataloader), said="")
+                self.evaluation = bar.add_task("evaluate", total=len(eval_dataloader), figures="")
             bar.advance(self.evaluation)
-        elif time.monotonic() - self._told > _EVERY:
-            self._told = time.monotonic()
+        elif time.monotonic() - self._last_line > _EVERY:
+            self._last_line = time.monotonic()
             self.console.print(f"evaluating {self._predicted}/{len(eval_dataloader)}")
 
     def _prediction_done(self) -> None:
@@ -113,8 +114,8 @@ class Display(TrainerCallback):  # type: ignore[misc]
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **rest: Any) -> None:
         self._prediction_done()
         if state.is_world_process_zero and metrics and self._in_training:
-            told = "  ".join(f"{name} {value:.4g}" for name, value in _scores(metrics).items())
-            (self.bar.console if self.bar else self.console).print(f"evaluation at step {state.global_step}:  {told}")
+            scores = "  ".join(f"{name} {value:.4g}" for name, value in _scores(metrics).items())
+            (self.bar.console if self.bar else self.console).print(f"evaluation at step {state.global_step}:  {scores}")
 
     def on_predict(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self._prediction_done()
@@ -122,6 +123,13 @@ class Display(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self._in_training = False
         self.close()
+
+
+def use_display(trainer: Any, stream: Any = None) -> None:
+    """Installs `Display` in place of transformers' callbacks."""
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(Display(stream))
 
 
 def _scores(metrics: dict[str, Any]) -> dict[str, float]:

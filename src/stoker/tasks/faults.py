@@ -1,4 +1,4 @@
-"""Rows that cannot be used: counted, the first few shown with file and position, and a limit on how many are bearable."""
+"""Collects rows that cannot be used, reports the first few with their position, and stops if there are too many."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.errors import UserError
 __all__ = ["SHARE_ALLOWED", "Faults"]
 
 SHARE_ALLOWED = 0.01
-"""A data set with more unusable rows than this is taken for a mistake, not for noise."""
+"""With a larger share of unusable rows, the file is assumed to be wrong."""
 _SHOWN = 5
 
 log = logging.getLogger("stoker")
@@ -21,9 +21,9 @@ class Faults:
     """Collects the bad rows of one file."""
 
     source: str
-    """The file, as the person named it."""
+    """The file, as the user named it."""
     strict: bool = False
-    """Stop at the first."""
+    """Stop at the first bad row."""
     count: int = 0
     shown: list[str] = field(default_factory=list)
 
@@ -36,7 +36,7 @@ class Faults:
             self.shown.append(sentence)
 
     def settle(self, good: int) -> None:
-        """Says what was left out; raises UserError if it was too much of `good` and bad rows together."""
+        """Warns about the rows that were skipped; raises UserError if they are more than `SHARE_ALLOWED` of all rows."""
         if not self.count:
             return
         total = good + self.count
@@ -45,7 +45,5 @@ class Faults:
             details += f"\n  and {self.count - len(self.shown)} more"
         finding = f"{self.count:,} of {total:,} rows in {self.source} cannot be used"
         if self.count > SHARE_ALLOWED * total:
-            raise UserError(
-                f"{finding}, more than {SHARE_ALLOWED:.0%}; repair the file or leave those rows out:{details}"
-            )
-        log.warning("%s and are left out:%s", finding, details)
+            raise UserError(f"{finding}, more than {SHARE_ALLOWED:.0%}; repair the file or remove those rows:{details}")
+        log.warning("%s and are skipped:%s", finding, details)

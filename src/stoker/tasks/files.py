@@ -1,7 +1,6 @@
-"""Rows of JSON, JSON lines, CSV, TSV and Parquet files, gzipped or not, each with the place it came from.
+"""Reads rows from JSON, JSON lines, CSV, TSV and Parquet files, gzipped or not, each with its position in the file.
 
-Whatever is wrong with a single row goes to `Faults`; a file that cannot be read at all is a UserError. What the columns
-mean is left to the tasks.
+Problems of a single row go to `Faults`; a file that cannot be read raises UserError. The tasks interpret the columns.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Row:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be written down; JSON's escapes can name halves of characters, which tokenizers refuse."""
+    """Whether a text can be encoded: JSON escapes can contain lone surrogates, which tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -49,11 +48,11 @@ def is_unicode(text: str) -> bool:
 
 
 def kind_of(path: Path) -> str:
-    """The format of a file by its name; UserError if the name does not tell."""
+    """The format of a file by its suffix; raises UserError for an unknown one."""
     name = path.name.lower().removesuffix(".gz")
     kind = _SUFFIXES.get(Path(name).suffix)
     if kind is None:
-        raise UserError(f"{path} is of no known kind; its name should end in {', '.join(_SUFFIXES)}, or that and .gz")
+        raise UserError(f"{path} has an unknown format; its name must end in {', '.join(_SUFFIXES)}, or that and .gz")
     return kind
 
 
@@ -73,12 +72,12 @@ def read_rows(path: Path, faults: Faults) -> Iterator[Row]:
             return
         rows = content.get("data") if isinstance(content, dict) else content
         if not isinstance(rows, list):
-            raise UserError(f'{path} holds neither a list of rows nor {{"data": [rows]}}')
+            raise UserError(f'{path} contains neither a list of rows nor {{"data": [rows]}}')
         yield from _listed_rows(path, rows, faults)
 
 
 def read_json(path: Path, *, lines_allowed: bool = False) -> Any:
-    """The content of a JSON file. With `lines_allowed`, None for a file that holds one JSON object per line."""
+    """The content of a JSON file. With `lines_allowed`, None for a file with one JSON object per line."""
     raw = _read_bytes(path)
     try:
         return json.loads(raw.decode("utf-8-sig"), parse_int=_integer)
@@ -100,12 +99,12 @@ def _is_object(line: bytes) -> bool:
 
 
 def _read_bytes(path: Path) -> bytes:
-    """What memory can hold; a small gzip file may unpack to any size."""
+    """Limited by the free memory: a small gzip file may unpack to any size."""
     return read_bytes(path, "data file", limit=available() or 1 << 40, gzipped=path.suffix.lower() == ".gz")
 
 
 def _integer(text: str) -> int | str:
-    """Numbers that Python or a float cannot take stay text: as an id or a label they are as good as any other."""
+    """Numbers too large for Python's int or float stay text, which serves as an id or a label."""
     return int(text) if len(text) < 300 else text
 
 
@@ -141,18 +140,15 @@ def _line_rows(path: Path, faults: Faults) -> Iterator[Row]:
 
 
 def _delimited_rows(path: Path, delimiter: str, faults: Faults) -> Iterator[Row]:
-    # Bytes that are not UTF-8 become lone surrogates, so that only the rows they stand in are lost.
+    # Bytes that are not UTF-8 become lone surrogates, so that only the rows that contain them are lost.
     text = _read_bytes(path).decode("utf-8-sig", errors="surrogateescape")
-    # GLUE's TSV files hold unpaired quotation marks as plain text; CSV quotes by its rules.
+    # GLUE's TSV files contain unpaired quotation marks as plain text.
     csv.field_size_limit(1 << 30)
     lines = io.StringIO(text, newline="")
-    if delimiter == "\t":
-        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE)
-    else:
-        reader = csv.reader(lines, delimiter=delimiter)
+    reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL)
     header = next(reader, None)
     if not header:
-        raise UserError(f"{path} is empty; its first line should name the columns")
+        raise UserError(f"{path} is empty; its first line must name the columns")
     if not all(map(is_unicode, header)):
         raise UserError(f"{path} is not UTF-8: its first line cannot be read; convert it")
     while True:

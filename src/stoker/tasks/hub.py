@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, through the optional `datasets` package; everything else here works without it."""
+"""Loads data sets from the Hugging Face hub with the optional `datasets` package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.errors import UserError
+from stoker.errors import UserError, first_line
 from stoker.tasks.files import Row
 
 __all__ = ["Split", "load_split"]
@@ -20,10 +20,10 @@ class Split:
     name: str
     content: Iterable[dict[str, Any]]
     columns: dict[str, tuple[str, ...]]
-    """What is known of each column: the names of its classes in order, none if it holds something else."""
+    """For each column the names of its classes, in order; empty if it is not a class label."""
 
     def rows(self, *, named: bool = True) -> Iterator[Row]:
-        """The rows, with the names of classes instead of their numbers if `named`; a class of -1 means none at all."""
+        """The rows, with class names instead of numbers if `named`. The class -1 means that there is no label."""
         classes = {column: names for column, names in self.columns.items() if names}
         for number, found in enumerate(self.content, 1):
             values = dict(found)
@@ -39,8 +39,8 @@ def _package(wanted: str) -> Any:
         import datasets
     except ImportError:
         raise UserError(
-            f"--dataset_name {wanted} comes from the hub, which needs the datasets package: pip install 'stoker[hub]'; "
-            "files of your own (--train_file, --validation_file) need nothing"
+            f"--dataset_name {wanted} needs the datasets package: pip install 'stoker[hub]'; "
+            "your own files (--train_file, --validation_file) do not need it"
         ) from None
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
@@ -51,17 +51,16 @@ def _load(name: str, config: str | None, options: Any) -> Any:
     datasets = _package(name)
     try:
         found = datasets.load_dataset(name, config, cache_dir=options.cache_dir, token=options.token)
-    except Exception as error:  # the package raises many kinds; the first line says it in words
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # the package raises many types of errors
         raise UserError(
-            f"the data set {name}{f' ({config})' if config else ''} cannot be loaded: {reason}; without a network, "
-            "give files by --train_file and --validation_file"
+            f"the data set {name}{f' ({config})' if config else ''} cannot be loaded: {first_line(error)}; without a network, "
+            "name files with --train_file and --validation_file"
         ) from None
     return found
 
 
 def load_split(name: str, config: str | None, split: str, options: Any) -> Split:
-    """One split of a data set, kept where and opened by the token that `options` say; UserError if there is none."""
+    """One split of a data set, with the cache folder and token of `options`; raises UserError if it does not exist."""
     found = _load(name, config, options)
     if split not in found:
         raise UserError(f"the data set {name} has no split {split!r}; it has {', '.join(found)}")

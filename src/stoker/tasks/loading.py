@@ -1,4 +1,4 @@
-"""Models and tokenizers by name or folder, without noise, and with one sentence where they cannot be had."""
+"""Loads models and tokenizers from a folder or the hub; what goes wrong becomes one sentence that names the file at fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import stoker
 from stoker.english import counted, with_article
-from stoker.errors import UserError, first_line, outside_reason
+from stoker.errors import UserError, first_line, one_line, outside_reason
 from stoker.tasks.model_folder import (
     CONFIG_FILES,
     TOKENIZER_FILES,
@@ -26,15 +26,15 @@ from stoker.tasks.model_folder import (
 from stoker.tasks.tokens import fast_backend
 
 __all__ = [
-    "check_vocabulary", "config_of", "load_config", "load_model", "load_tokenizer", "model_of", "most_tokens", "quiet", "reason",
-    "row_length", "tokenizer_of",
+    "check_vocabulary", "config_of", "load_config", "load_model", "load_pretrained", "load_tokenizer", "model_of", "most_tokens",
+    "quiet", "reason", "row_length", "tokenizer_of",
 ]  # fmt: skip
 
 log = logging.getLogger("stoker")
 
 
 def quiet() -> None:
-    """Keeps libraries below from printing what a person cannot act on. Errors still show."""
+    """Silences messages of the libraries that a user cannot act on. Errors are still shown."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -52,22 +52,22 @@ _FILES = {"config": CONFIG_FILES, "tokenizer": TOKENIZER_FILES, "weights": WEIGH
 
 
 def loaded(loader: Any, what: str, name: str, *, flag: str = "--model_name_or_path", **options: Any) -> Any:
-    """What `loader` makes of a folder or a name on the hub; the reason in one sentence where it cannot.
+    """`loader.from_pretrained` for a folder or a name on the hub; raises UserError with the reason if it fails.
 
-    Files may be broken in more ways than the libraries have errors for, so any error of theirs is taken for the folder's
-    fault. An error out of Stoker's own code is a bug, and stays what it is.
+    Broken files raise all kinds of errors in the libraries, so any error of theirs is blamed on the folder. An error in
+    Stoker's own code is a bug and is raised as it is.
     """
     if os.path.isdir(name):
         check_before_loading(Path(name))
-    return _sentence_on_error(loader, what, name, flag, options.get("config"))(
+    return _user_error_on_failure(loader, what, name, flag, options.get("config"))(
         lambda: loader.from_pretrained(name, **options)
     )
 
 
-def _sentence_on_error(
+def _user_error_on_failure(
     loader: Any, what: str, name: str, flag: str, config: Any = None
 ) -> Callable[[Callable[[], Any]], Any]:
-    """Calls a function of the libraries; what goes wrong in it becomes a sentence about the files of `name`."""
+    """Returns a function that calls into the libraries and turns their errors into a UserError about the files of `name`."""
 
     def attempt(call: Callable[[], Any]) -> Any:
         try:
@@ -75,39 +75,37 @@ def _sentence_on_error(
         except BaseException as error:
             if _is_a_bug(error) or os.environ.get("STOKER_TRACEBACK"):
                 raise
-            raise UserError(_why_not(error, loader, what, name, flag, config)) from None
+            raise UserError(_failure_reason(error, loader, what, name, flag, config)) from None
 
     return attempt
 
 
 def _is_a_bug(error: BaseException) -> bool:
-    """Whether an error that came out of a library began in Stoker's code, or is no error at all, like Ctrl-C."""
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # what Rust code ends with
+    """Whether an error passed through Stoker's own code, or is not an error at all, like Ctrl-C."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by panics in Rust code
         return True
     ours = os.path.join(os.path.dirname(stoker.__file__), "")
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(
-        file.startswith(ours) and file != __file__ for file in files
-    )  # the calls to the libraries are in this one
+    return any(file.startswith(ours) and file != __file__ for file in files)  # this file makes the calls
 
 
-def _why_not(error: BaseException, loader: Any, what: str, name: str, flag: str, config: Any) -> str:
+def _failure_reason(error: BaseException, loader: Any, what: str, name: str, flag: str, config: Any) -> str:
     if not os.path.isdir(name):
         offline = " (offline)" if os.environ.get("HF_HUB_OFFLINE") else ""
         return (
-            f"the {what} {name!r} is neither a folder here nor to be had from the hub{offline}; "
-            f"check the name and the network, or give a folder by {flag} ({reason(error)})"
+            f"the {what} {name!r} is not a local folder and cannot be loaded from the hub{offline}: {reason(error).rstrip('.')}; "
+            f"check the name and the network, or name a folder with {flag}"
         )
     if outside := outside_reason(error):
         return f"no {what} can be loaded from the folder {name}: {outside}"
     folder = Path(name)
     stage = {"AutoConfig": "config", "AutoTokenizer": "tokenizer"}.get(loader.__name__, "weights")
-    # Whatever is loaded, config.json is read first.
+    # config.json is read first in every case.
     broken = broken_file(folder, CONFIG_FILES) or broken_file(folder, _FILES[stage])
     if broken is None and stage != "tokenizer" and not (folder / "config.json").exists():
-        broken = "there is no config.json in it"
+        broken = "it has no config.json"
     if broken is None and stage == "weights" and (at_fault := _config_fault(loader, config)):
-        broken = f"config.json describes no model that can be built ({at_fault})"
+        broken = f"config.json does not describe a model that can be built ({at_fault})"
     if broken is None and stage == "tokenizer" and not any(any(folder.glob(one)) for one in VOCABULARY_FILES):
         return _no_vocabulary(name, flag)
     if broken is None:
@@ -121,7 +119,7 @@ def _why_not(error: BaseException, loader: Any, what: str, name: str, flag: str,
 
 
 def _config_fault(loader: Any, config: Any) -> str | None:
-    """What transformers says to the configuration alone, without weights and without memory for them."""
+    """The error that transformers raises for the configuration alone, if any; built on the meta device, without memory."""
     import torch
 
     if config is None:
@@ -135,14 +133,14 @@ def _config_fault(loader: Any, config: Any) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """One line. Messages of some errors are only a name or a number, and need the error's own."""
+    """The reason on one line. Some messages are only a name or a number and need the error's type."""
     if isinstance(error, pickle.UnpicklingError | EOFError):
-        return "a file of weights is damaged, or holds more than weights, which is never loaded"
-    words = first_line(error)
-    if words.endswith(":"):  # the reason proper follows
-        words = " ".join(str(error).split())[:300]
+        return "a weight file is damaged, or contains pickled code, which is never loaded"
+    text = first_line(error)
+    if text.endswith(":"):  # the reason itself follows
+        text = one_line(error)[:300]
     plain = isinstance(error, OSError | ValueError | ImportError | RuntimeError) and str(error).strip()
-    return words if plain else f"{type(error).__name__}: {words}"
+    return text if plain else f"{type(error).__name__}: {text}"
 
 
 def load_config(options: Any, **changes: Any) -> Any:
@@ -152,13 +150,13 @@ def load_config(options: Any, **changes: Any) -> Any:
 
 
 def config_of(name: str, *, flag: str, **options: Any) -> Any:
-    """The configuration, with numbers where numbers must be."""
+    """The configuration, after checking the values that would fail late."""
     from transformers import AutoConfig
 
     config = loaded(AutoConfig, "model", name, flag=flag, **options)
     wrong = next(filter(None, (_wrong_number(config, one) for one in _NUMBERS)), None) or _wrong_type(config)
     if wrong is None and sorted(config.id2label or {}) != list(range(len(config.id2label or {}))):
-        wrong = "id2label in its config.json does not number the labels from 0 on"
+        wrong = "id2label in its config.json does not number the labels from 0"
     if wrong is not None:
         raise UserError(f"no model can be loaded from {name}: {wrong}")
     return config
@@ -178,10 +176,10 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activ
 
 
 def _wrong_type(config: Any) -> str | None:
-    """A value that is not of its default's kind. transformers 4 does not look, and fails in the first step."""
+    """A value whose type is not that of its default. transformers 4 does not check, and fails in the first step."""
     try:
         defaults = type(config)().to_dict()
-    except Exception:  # a class that needs arguments
+    except Exception:  # this configuration class needs arguments
         return None
     for name, default in defaults.items():
         value = getattr(config, name, default)
@@ -202,7 +200,7 @@ def load_tokenizer(options: Any) -> Any:
 
 
 def tokenizer_of(name: str, *, flag: str, **options: Any) -> Any:
-    """The tokenizer, if it has a vocabulary: without its files, transformers makes one that knows no word."""
+    """The tokenizer. Raises UserError if its vocabulary is missing, for which transformers would return an empty one."""
     from transformers import AutoTokenizer
 
     tokenizer = loaded(AutoTokenizer, "tokenizer", name, flag=flag, **options)
@@ -212,8 +210,8 @@ def tokenizer_of(name: str, *, flag: str, **options: Any) -> Any:
     length = tokenizer.model_max_length
     if not isinstance(length, int | float) or not length > 0:
         raise UserError(f"model_max_length in tokenizer_config.json of {name} is {length!r}, not a number above 0")
-    # Some of what is wrong in its files shows only when it is used.
-    _sentence_on_error(AutoTokenizer, "tokenizer", name, flag)(
+    # Some errors in its files show only in use.
+    _user_error_on_failure(AutoTokenizer, "tokenizer", name, flag)(
         lambda: tokenizer("Who wrote it?", "Ada wrote the letter.")
     )
     return tokenizer
@@ -221,28 +219,28 @@ def tokenizer_of(name: str, *, flag: str, **options: Any) -> Any:
 
 def _no_vocabulary(name: str, flag: str) -> str:
     return (
-        f"no tokenizer can be loaded from {name}: there is no vocabulary (tokenizer.json, vocab.txt or the like); copy the "
-        f"tokenizer's files there{'' if flag == '--model' else ', or name a tokenizer by --tokenizer_name'}"
+        f"no tokenizer can be loaded from {name}: it has no vocabulary (tokenizer.json, vocab.txt or similar); copy the "
+        f"tokenizer's files there{'' if flag == '--model' else ', or name a tokenizer with --tokenizer_name'}"
     )
 
 
 def check_vocabulary(tokenizer: Any, config: Any, name: str) -> None:
-    """Raises UserError if the tokenizer gives numbers that the model has no embedding for."""
+    """Raises UserError if the tokenizer produces ids that the model has no embedding for."""
     rows = getattr(config, "vocab_size", None)
     if isinstance(rows, int) and rows <= (tokenizer.pad_token_id or 0):
         raise UserError(
-            f"tokenizer and model of {name} do not belong together: padding is token {tokenizer.pad_token_id} "
+            f"tokenizer and model of {name} do not match: padding is token {tokenizer.pad_token_id} "
             f"({tokenizer.pad_token}), the model has embeddings for {rows:,} tokens (vocab_size in config.json)"
         )
     if isinstance(rows, int) and tokenizer.vocab_size > rows:
         raise UserError(
-            f"tokenizer and model of {name} do not belong together: the tokenizer has {tokenizer.vocab_size:,} tokens, the model "
+            f"tokenizer and model of {name} do not match: the tokenizer has {tokenizer.vocab_size:,} tokens, the model "
             f"embeddings for {rows:,} (vocab_size in config.json)"
         )
 
 
 def load_model(kind: Any, options: Any, config: Any) -> Any:
-    """The model with a head of `kind`, to be trained; says what of it is new, and so untrained."""
+    """The model of class `kind` to be trained; logs which of its weights are new."""
     replace = options.ignore_mismatched_sizes
     model, new = model_of(kind, options.model_name_or_path, config, replace_mismatched=replace, **_hub(options))
     if new:
@@ -254,46 +252,55 @@ def model_of(
     kind: Any, name: str, config: Any, *, what: str = "model", flag: str = "--model_name_or_path",
     replace_mismatched: bool = False, **options: Any,
 ) -> tuple[Any, list[str]]:  # fmt: skip
-    """The model in fp32, and the names of the weights that its files did not hold: those of a new head.
+    """The model in fp32, and the names of the weights that its files did not contain (those of a new head).
 
-    Raises UserError if nothing of the base model was there, or if sizes differ; warns if part of the base model is random.
+    Raises UserError if the files have nothing of the base model, or if sizes differ; warns if part of the base model is random.
     """
     model, facts = loaded(
         kind, what, name, flag=flag, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
-    advice = "" if flag == "--model" else "; --ignore_mismatched_sizes replaces it by a new one"
+    advice = "" if flag == "--model" else "; --ignore_mismatched_sizes replaces it with a new one"
     _check_weights(model, facts, name, None if replace_mismatched else advice)
-    model.float()  # a checkpoint in half precision is trained in fp32, bf16 applies to activations
+    model.float()  # weights are trained in fp32; --bf16 applies to activations
     _check_finite(model, name)
     return model, sorted(facts.get("missing_keys", ()))
 
 
+def load_pretrained(kind: Any, name: str, *, what: str = "model") -> tuple[Any, Any, list[str]]:
+    """Tokenizer and model that --model names, and the names of the weights that its files did not contain."""
+    settings: dict[str, Any] = {"flag": "--model", "trust_remote_code": False}
+    config = config_of(name, **settings)
+    tokenizer = tokenizer_of(name, **settings)
+    check_vocabulary(tokenizer, config, name)
+    return tokenizer, *model_of(kind, name, config, what=what, **settings)
+
+
 def _check_weights(model: Any, facts: Mapping[str, Any], name: str, advice: str | None) -> None:
-    """Compares what the files held with what the model needs; `advice` for a head of another size, None if it is replaced."""
+    """Compares the files with the model. `advice` is for a head of another size; None if such a head is replaced."""
     mismatched = {one if isinstance(one, str) else one[0]: one for one in facts.get("mismatched_keys", ())}
     missing, unexpected = {*facts.get("missing_keys", ())} - {*mismatched}, {*facts.get("unexpected_keys", ())}
     base = _base_weights(model)
     if base and not base - missing - {*mismatched}:
         others = f", but {_some(unexpected)}" if unexpected else ""
         raise UserError(
-            f"the weights in {name} are not those of {with_article(type(model).__name__)}: they hold none of the {len(base)} "
+            f"the weights in {name} are not those of {with_article(type(model).__name__)}: they contain none of the {len(base)} "
             f"tensors of its base model{others}"
         )
     if os.path.isdir(name) and (integers := integer_tensors(Path(name)) & {*base, *_without_prefix(model, base)}):
-        raise UserError(f"the weights in {name} are no floating-point numbers, in {_tensors(integers)}")
+        raise UserError(f"the weights in {name} are not floating-point numbers, in {_tensors(integers)}")
     if mismatched and advice is not None:
         raise UserError(_mismatch(mismatched, base, name, advice))
     new = base & (missing | {*mismatched})
     if new:
         log.warning(
-            "%d of %d tensors of the base model are missing in %s, or have another shape there, and start at random: %s",
+            "%d of %d tensors of the base model are missing in %s or have another shape, and are initialised at random: %s",
             len(new), len(base), name, _some(new),
         )  # fmt: skip
     parts = {key.partition(".")[0] for key in _without_prefix(model, base)}
     unused = {key for key in unexpected if next(iter(_without_prefix(model, [key]))).partition(".")[0] in parts}
     if unused:
         log.warning(
-            "%d tensors in %s are not used because the model that config.json describes has no place for them: %s",
+            "%d tensors in %s are not used because the model in config.json has no such parameters: %s",
             len(unused), name, _some(unused),
         )  # fmt: skip
 
@@ -302,11 +309,11 @@ _HEADS = ("qa_outputs", "classifier", "classification_head", "score")
 
 
 def _base_weights(model: Any) -> set[str]:
-    """The names of what was pretrained. The pooler counts as part of a head: many checkpoints are saved without it."""
+    """The pretrained parameters. The pooler counts as part of the head: many checkpoints are saved without it."""
     prefix = f"{model.base_model_prefix}."
     names = {name for name, _ in model.named_parameters()}
     base = {name for name in names if name.startswith(prefix) and ".pooler." not in name}
-    # Some models, like T5's, hold encoder and decoder beside the head.
+    # Some models, such as T5, have encoder and decoder beside the head.
     return base or {name for name in names if name.partition(".")[0] not in _HEADS}
 
 
@@ -317,19 +324,19 @@ def _without_prefix(model: Any, names: Iterable[str]) -> list[str]:
 def _mismatch(mismatched: Mapping[str, Any], base: set[str], name: str, advice: str) -> str:
     key = min(mismatched, key=lambda one: (one not in base, one))
     shapes = "has another shape in the file"
-    if not isinstance(mismatched[key], str):  # transformers 4 gives names only
+    if not isinstance(mismatched[key], str):  # transformers 4 reports names only
         found, needed = (" x ".join(map(str, shape)) for shape in mismatched[key][1:])
         shapes = f"is {found} in the file and would be {needed}"
     if key in base:
         more = f", and {len(mismatched) - 1} more differ" if len(mismatched) > 1 else ""
         return f"the weights in {name} do not fit its config.json: {key} {shapes}{more}"
-    return f"the head of {name} has another size than is needed here: {key} {shapes}{advice}"
+    return f"the head of {name} does not have the size that this task needs: {key} {shapes}{advice}"
 
 
 def _check_finite(model: Any, name: str) -> None:
     bad = {one for one, weight in model.named_parameters() if not bool(weight.detach().isfinite().all())}
     if bad:
-        raise UserError(f"the weights in {name} hold NaN or infinite values, in {_tensors(bad)}")
+        raise UserError(f"the weights in {name} contain NaN or infinite values, in {_tensors(bad)}")
 
 
 def _tensors(names: set[str]) -> str:
@@ -342,26 +349,26 @@ def _some(names: Iterable[str], most: int = 3) -> str:
 
 
 def most_tokens(asked: int, tokenizer: Any, config: Any) -> int:
-    """How many tokens tokenizer and model allow in a row; `asked` if neither says."""
+    """The most tokens per row that tokenizer and model allow; `asked` if neither sets a limit."""
     from stoker.model.families import FAMILIES
 
     positions = getattr(config, "max_position_embeddings", None) or asked
-    kin = {family.source.partition(".")[0] for family in FAMILIES if family.positions_after_padding}
-    if config.model_type.replace("-", "_") in kin:  # RoBERTa and its kin count positions from the padding's id on
+    offset = {family.source.partition(".")[0] for family in FAMILIES if family.positions_after_padding}
+    if config.model_type.replace("-", "_") in offset:  # RoBERTa and similar models number positions from the padding id
         positions -= (config.pad_token_id or 0) + 1
     return int(min(tokenizer.model_max_length, positions))
 
 
 def row_length(asked: int, tokenizer: Any, config: Any) -> int:
-    """--max_seq_length, or the most tokens that tokenizer and model allow if that is less."""
+    """--max_seq_length, reduced to what tokenizer and model allow."""
     most = most_tokens(asked, tokenizer, config)
     if most < 8 <= asked:
         raise UserError(
-            f"the model takes rows of {max(most, 0)} tokens at most, which leaves no room for a text; look at "
+            f"the model takes at most {max(most, 0)} tokens, which leaves no room for a text; check "
             "max_position_embeddings in its config.json and model_max_length in its tokenizer_config.json"
         )
     if min(asked, most) < 8:
-        raise UserError(f"--max_seq_length {asked} leaves no room for a text; 128 to 512 are usual")
+        raise UserError(f"--max_seq_length {asked} leaves no room for a text; use 128 to 512")
     if asked > most:
         log.warning("--max_seq_length %s is more than the model takes; %s is used", asked, most)
     return min(asked, most)
@@ -372,5 +379,5 @@ def _hub(options: Any) -> dict[str, Any]:
         "cache_dir": options.cache_dir,
         "revision": options.model_revision,
         "token": options.token,
-        "trust_remote_code": options.trust_remote_code,  # False is told too: left unsaid, transformers asks at a terminal
+        "trust_remote_code": options.trust_remote_code,  # passed even if False: without it, transformers asks in a terminal
     }

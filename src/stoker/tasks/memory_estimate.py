@@ -1,8 +1,8 @@
-"""How much memory a training step needs, estimated before it starts, and the batch that would fit.
+"""Estimates the memory of a training step before it starts, and finds a batch size that fits.
 
 Weights, gradients and Adam's two moments are exact. Activations are counted per token from what a fused layer keeps for
 its backward pass. The peaks of BERT-base and MiniLM steps in docs/figures/train_step.json (benchmarks/train_step.py), stock and
-optimised, lie 13 to 20% below the estimate; a test holds the two together.
+optimised, are 13 to 20% below the estimate; a test checks this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEPT_PER_LAYER = 22
 """Widths kept per token and layer: inputs and outputs of the four products (4 + 2 x 4 for the intermediate), q, k, v,
 residuals and the temporary gradients of one layer."""
 _STOCK_SCORES = 4
-"""Copies of the attention matrix that stock keeps per head: scores, softmax, dropout mask and result."""
+"""Copies of the attention matrix that stock transformers keeps per head: scores, softmax, dropout mask and result."""
 _BASE = 550 << 20  # Python, torch and transformers loaded, with their pools
 
 
@@ -34,10 +34,10 @@ class Estimate:
     """Bytes that do not depend on the batch."""
     per_token: float
     per_pair: float
-    """Per pair of tokens in one padded row; 0 where attention matrices are not kept."""
+    """Per pair of tokens in one padded row; 0 if attention matrices are not kept."""
 
     def bytes(self, lengths: NDArray[np.int64]) -> float:
-        """The need of a batch with rows of these lengths."""
+        """The memory for a batch with rows of these lengths."""
         return self.fixed + self.per_token * float(lengths.sum()) + self.per_pair * float((lengths**2).sum())
 
 
@@ -53,19 +53,19 @@ def estimate(model: nn.Module, *, optimized: bool, bf16: bool = False) -> Estima
     size = 2 if bf16 and optimized else 4
     if optimized:
         return Estimate(fixed, size * layers * width * _KEPT_PER_LAYER, 0.0)
-    # Stock keeps dropout masks and intermediate sums too, and everything at the padded length.
+    # Stock also keeps dropout masks and intermediate sums, all at the padded length.
     return Estimate(fixed, 1.2 * size * layers * width * _KEPT_PER_LAYER, size * layers * heads * _STOCK_SCORES)
 
 
 def available() -> int | None:
-    """Bytes that this process may still get; None if unknown."""
+    """Bytes that this process can still allocate; None if unknown."""
     machine = this_machine()
     found = [size for size in (machine.memory_available, machine.limits.cgroup.memory_limit) if size is not None]
     return min(found, default=None)
 
 
 def heaviest(lengths: NDArray[np.int64], size: int, *, tokens: bool, padded: bool) -> NDArray[np.int64]:
-    """The lengths of the heaviest batch of `size` rows, or tokens, that may come: the longest rows together."""
+    """The row lengths of the largest batch of `size` rows, or tokens, that can occur: the longest rows together."""
     if not len(lengths):
         return lengths
     if tokens and not padded:
@@ -79,12 +79,12 @@ def heaviest(lengths: NDArray[np.int64], size: int, *, tokens: bool, padded: boo
 def check_memory(
     model: nn.Module, lengths: NDArray[np.int64], args: Any, *, optimized: bool, free: int | None = None
 ) -> float:
-    """The bytes that the heaviest batch needs; UserError with a batch that fits if that is more than there is."""
+    """The bytes that the largest batch needs. If they are not free, raises UserError with a batch size that fits."""
     free = available() if free is None else free
     need = estimate(model, optimized=optimized, bf16=args.bf16)
     tokens = bool(args.tokens_per_batch)
     asked = args.tokens_per_batch if tokens else args.per_device_train_batch_size
-    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size), 1)  # those that share this memory
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size), 1)  # ranks that share this memory
 
     def bytes_of(size: int) -> float:
         return need.bytes(heaviest(lengths, size, tokens=tokens, padded=not optimized)) * ranks
@@ -93,20 +93,18 @@ def check_memory(
     if free is None or wanted <= 0.95 * free:
         return wanted
     unit = "tokens" if tokens else "rows"
-    finding = f"about {wanted / 1e9:.1f} GB are needed for a batch of {asked} {unit}, {free / 1e9:.1f} GB are free"
-    # Only a divisor keeps the number of rows of an update; a batch of tokens must hold the longest row.
+    finding = f"a batch of {asked} {unit} needs about {wanted / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+    # Only a divisor keeps the number of rows per update; a batch of tokens must fit the longest row.
     least = max(int(lengths.max(initial=1)), 1) if tokens else 1
     fitting = next((n for n in _smaller(asked, least, tokens) if bytes_of(n) <= 0.9 * free), None)
     if fitting is None:
-        raise UserError(
-            f"{finding}; even one row at a time does not fit: use a smaller model or a shorter --max_seq_length"
-        )
+        raise UserError(f"{finding}; even one row does not fit; use a smaller model or a shorter --max_seq_length")
     if tokens:
-        raise UserError(f"{finding}; --tokens_per_batch {fitting} fits (--skip_memory_check tries as asked)")
+        raise UserError(f"{finding}; --tokens_per_batch {fitting} fits (--skip_memory_check tries it anyway)")
     accumulation = args.gradient_accumulation_steps * (asked // fitting)
     raise UserError(
         f"{finding}; --per_device_train_batch_size {fitting} --gradient_accumulation_steps {accumulation} "
-        "fits and gives the same updates (--skip_memory_check tries as asked)"
+        "fit and give the same updates (--skip_memory_check tries it anyway)"
     )
 
 

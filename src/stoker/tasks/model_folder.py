@@ -1,7 +1,7 @@
-"""What is wrong with the files of a model folder, found without the libraries that load them.
+"""Finds problems in the files of a model folder without the libraries that load them.
 
-`check_before_loading` refuses what would make them hang or fill the memory; `broken_file` looks for the file at fault after
-one of them has failed. Neither decides whether a model can be loaded: that is left to transformers.
+`check_before_loading` rejects what would make a library hang or exhaust the memory. `broken_file` finds the file at fault
+after a library has failed. Whether a model can be loaded is left to transformers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,9 @@ from typing import Any
 from stoker.errors import UserError
 
 __all__ = [
-    "CONFIG_FILES",
-    "TOKENIZER_FILES",
-    "VOCABULARY_FILES",
-    "WEIGHT_FILES",
-    "broken_file",
-    "check_before_loading",
+    "CONFIG_FILES", "TOKENIZER_FILES", "VOCABULARY_FILES", "WEIGHT_FILES", "broken_file", "check_before_loading",
     "integer_tensors",
-]
+]  # fmt: skip
 
 CONFIG_FILES = ("config.json",)
 TOKENIZER_FILES = (
@@ -38,12 +33,12 @@ _MOST = {
     "num_labels": 1 << 20,
     **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"), 4096),
 }  # fmt: skip
-"""Numbers in config.json that transformers counts up to, entry by entry or layer by layer, before it looks at any weight; the
-largest models known have a few hundred layers."""
+"""Largest values in config.json: transformers creates that many entries or layers before it reads any weight. The largest known
+models have a few hundred layers."""
 
 
 def check_before_loading(folder: Path) -> None:
-    """Raises UserError for what would keep a library waiting without end: pipes, devices, numbers beyond reason."""
+    """Raises UserError for what would make a library hang: pipes, devices, absurd sizes in config.json."""
     try:
         paths = sorted(folder.iterdir())
     except OSError as error:
@@ -51,46 +46,46 @@ def check_before_loading(folder: Path) -> None:
     for path in paths:
         try:
             mode = path.stat().st_mode
-        except OSError:  # a link to nothing: whoever needs it will say so
+        except OSError:  # a dangling link; whoever needs the file reports it
             continue
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise UserError(f"no model can be loaded from the folder {folder}: {path.name} is not a regular file")
     config = folder / "config.json"
-    if not config.is_file() or _why_broken(config) is not None:
+    if not config.is_file() or _problem(config) is not None:
         return
     values: dict[str, Any] = json.loads(config.read_bytes())
     for name, most in _MOST.items():
         if isinstance(values.get(name), int | float) and not values[name] <= most:
             raise UserError(
                 f"no model can be loaded from the folder {folder}: {name} in config.json is {values[name]}, "
-                f"and more than {most} is not supported"
+                f"but at most {most} is supported"
             )
 
 
 def broken_file(folder: Path, patterns: Iterable[str]) -> str | None:
-    """The first of these files that cannot be read for what its name says, with the reason; None if all can."""
+    """The first of these files that is not what its name says, with the reason; None if all are fine."""
     for pattern in patterns:
-        # A link to nothing is found by its name only.
+        # `glob` does not find dangling links.
         for path in sorted(folder.glob(pattern)) or filter(os.path.lexists, [folder / pattern]):
-            if (why := _why_broken(path)) is not None:
+            if (why := _problem(path)) is not None:
                 return f"{path.name} {why}"
     return None
 
 
-def _why_broken(path: Path) -> str | None:
+def _problem(path: Path) -> str | None:
     try:
         if path.suffix == ".json":
-            why = _why_no_json(path.read_bytes())
-            return _why_no_index(path) if why is None and path.name.endswith(".index.json") else why
+            why = _json_problem(path.read_bytes())
+            return _index_problem(path) if why is None and path.name.endswith(".index.json") else why
         if path.suffix == ".safetensors":
-            return _why_no_safetensors(path)
+            return _safetensors_problem(path)
         with open(path, "rb") as file:
             return None if file.read(1) else "is empty"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
 
-def _why_no_json(raw: bytes) -> str | None:
+def _json_problem(raw: bytes) -> str | None:
     if not raw.strip():
         return "is empty"
     try:
@@ -102,24 +97,24 @@ def _why_no_json(raw: bytes) -> str | None:
     except RecursionError:
         return "is nested too deeply"
     except ValueError:
-        return "holds a number of more than 4,000 digits"
+        return "contains a number of more than 4,000 digits"
     return None if isinstance(content, dict) else "is not a JSON object"
 
 
-def _why_no_index(path: Path) -> str | None:
-    """An index says in which file of its folder each tensor is."""
+def _index_problem(path: Path) -> str | None:
+    """An index names the file of each tensor."""
     files = json.loads(path.read_bytes()).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         return "does not name the file of each tensor (weight_map)"
     missing = sorted(file for file in {*files.values()} if not (path.parent / file).is_file())
-    return f"names {missing[0]}, which is not there" if missing else None
+    return f"names {missing[0]}, which does not exist" if missing else None
 
 
 def integer_tensors(folder: Path) -> set[str]:
-    """The tensors in the folder's .safetensors files that hold no floating-point numbers."""
+    """The tensors in the folder's .safetensors files that are not floating-point."""
     found: set[str] = set()
     for path in folder.glob("*.safetensors"):
-        if _why_broken(path) is None:
+        if _problem(path) is None:
             header = _header(path)
             found |= {name for name, one in header.items() if str(one.get("dtype")).startswith(("I", "U", "BOOL"))}
     return found
@@ -132,15 +127,15 @@ def _header(path: Path) -> dict[str, Any]:
     return content
 
 
-def _why_no_safetensors(path: Path) -> str | None:
-    """By the format: 8 bytes with the length of a JSON header, which gives the place of each tensor in the rest."""
+def _safetensors_problem(path: Path) -> str | None:
+    """The format: 8 bytes with the length of a JSON header, the header with the offsets of all tensors, then the data."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _HEADER):
             return f"is damaged or cut short: it has {size:,} bytes, fewer than its header needs"
         raw = file.read(length)
-    if (why := _why_no_json(raw)) is not None:
+    if (why := _json_problem(raw)) is not None:
         return f"is damaged: its header {why}"
     try:
         ends = max((int(one["data_offsets"][1]) for one in _header(path).values()), default=0)

@@ -1,7 +1,7 @@
-"""Texts as flat arrays of token ids, each text tokenized once however often it is used, and joined to model inputs later.
+"""Tokenizes each distinct text once into flat arrays of token ids, which are joined to model inputs later.
 
-SQuAD asks five questions per paragraph; tokenizing (question, paragraph) pairs would do the paragraph five times. The
-special tokens between the parts are read off the tokenizer itself, and checked against it (`Template.read`).
+SQuAD has five questions per paragraph; tokenizing (question, paragraph) pairs would tokenize each paragraph five times. The
+special tokens between the parts are read from an encoded sample (`Template.read`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Ragged:
     values: Ints
     """(total,) or (total, 2)"""
     ends: NDArray[np.int64]
-    """(rows + 1,) where each row begins, and the end."""
+    """(rows + 1,): the start of each row, and the end of the last."""
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -41,25 +41,25 @@ class Ragged:
 
 
 def distinct(texts: Sequence[str]) -> tuple[list[str], Ints]:
-    """The different texts in order of appearance, and for each of `texts` its number among them."""
+    """The distinct texts in order of appearance, and the index into them of each of `texts`."""
     numbers: dict[str, int] = {}
     index = np.fromiter((numbers.setdefault(text, len(numbers)) for text in texts), np.int32, len(texts))
     return list(numbers), index
 
 
 def fast_backend(tokenizer: Any) -> Any:
-    """The Rust tokenizer inside; UserError for a model that has only a slow one."""
+    """The Rust tokenizer inside; raises UserError for a tokenizer that has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(
-            f"the tokenizer {type(tokenizer).__name__} has no fast form, which training needs to find answers in texts; "
+            f"the tokenizer {type(tokenizer).__name__} has no fast (Rust) version, which training needs; "
             "choose a model with a tokenizer.json"
         )
     return backend
 
 
 def tokenize(tokenizer: Any, texts: Sequence[str], *, offsets: bool, batch: int = 2048) -> tuple[Ragged, Ragged | None]:
-    """Token ids of each text without special tokens, and where each token stands in it (begin, end) if asked."""
+    """Token ids of each text without special tokens and, with `offsets`, the characters (begin, end) of each token."""
     backend = fast_backend(tokenizer)
     backend.no_truncation()
     backend.no_padding()
@@ -67,7 +67,7 @@ def tokenize(tokenizer: Any, texts: Sequence[str], *, offsets: bool, batch: int 
     spans: list[Ints] = []
     for begin in range(0, len(texts), batch):
         part = list(texts[begin : begin + batch])
-        # Special tokens are asked for and taken out again: only then has the post-processor trimmed the offsets.
+        # Special tokens are added and removed again: the post-processor trims the offsets only if it adds them.
         encode = backend.encode_batch if offsets else backend.encode_batch_fast
         for encoding in encode(part, add_special_tokens=True):
             keep = np.array(encoding.special_tokens_mask, np.int8) == 0
@@ -83,7 +83,7 @@ def tokenize(tokenizer: Any, texts: Sequence[str], *, offsets: bool, batch: int 
 
 @dataclass(frozen=True)
 class Template:
-    """How a tokenizer joins one or two texts: special tokens before, between and after, and the type of each part."""
+    """How a tokenizer joins one or two texts: the special tokens around them, and the token type of each part."""
 
     parts: tuple[tuple[int, ...], ...]
     """Special ids before the first text, (between the texts,) after the last."""
@@ -95,14 +95,14 @@ class Template:
 
     @classmethod
     def read(cls, tokenizer: Any, texts: int) -> Template:
-        """Reads the template off an encoded sample of one or two texts."""
+        """Reads the template from an encoded sample of one or two texts."""
         backend = fast_backend(tokenizer)
         backend.no_truncation()
         backend.no_padding()
         sample = ("one", "two")[:texts]
         encoding = backend.encode(*sample, add_special_tokens=True)
         special = encoding.special_tokens_mask
-        # Texts begin and end at the tokens that are not special; two texts are told apart by sequence_ids.
+        # Texts consist of the tokens that are not special; sequence_ids tell which text a token belongs to.
         bounds: list[tuple[int, int]] = []
         for number in range(texts):
             at = [i for i, owner in enumerate(encoding.sequence_ids) if owner == number and not special[i]]

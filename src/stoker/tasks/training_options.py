@@ -1,4 +1,4 @@
-"""The flags of `stoker train`: those of Hugging Face's example scripts, parsed by its own parser, with this house's manners."""
+"""The options of `stoker train`: those of Hugging Face's example scripts, parsed by HfArgumentParser with stricter checks."""
 
 import difflib
 import json
@@ -11,22 +11,16 @@ from typing import Any, NoReturn
 from transformers import HfArgumentParser
 
 from stoker.documents import BadDocument, parse_json
-from stoker.errors import UserError, first_line
+from stoker.errors import UserError, first_line, one_line
 from stoker.hf.arguments import TrainingArguments
 from stoker.option_values import StrictValues
 from stoker.user_files import read_text
 
-# No postponed annotations here: HfArgumentParser reads the types of these fields.
+# No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
 __all__ = [
-    "DataOptions",
-    "ModelOptions",
-    "OptionParser",
-    "check_best",
-    "check_optimizer",
-    "given",
-    "words_of",
-]
+    "DataOptions", "ModelOptions", "OptionParser", "check_best", "check_optimizer", "expand_options_file", "given",
+]  # fmt: skip
 
 log = logging.getLogger("stoker")
 
@@ -43,25 +37,29 @@ class ModelOptions:
     token: str | None = field(default=None, metadata={"help": "Access token for the hub."})
     use_auth_token: str | None = field(
         default=None,
-        metadata={"help": "The former name of --token; bare, the stored one.", "nargs": "?", "const": "True"},
+        metadata={
+            "help": "The former name of --token; without a value, use the stored token.",
+            "nargs": "?",
+            "const": "True",
+        },
     )
     trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run Python code that a model on the hub brings along, if it does."}
+        default=False, metadata={"help": "Allow models on the hub to run their own Python code."}
     )
     use_fast_tokenizer: bool = field(
-        default=True, metadata={"help": "Accepted for old commands; tokenizers are always fast ones."}
+        default=True, metadata={"help": "Accepted for old commands; the fast tokenizer is always used."}
     )
     ignore_mismatched_sizes: bool = field(
-        default=False, metadata={"help": "Replace a head of another size instead of refusing it."}
+        default=False, metadata={"help": "Replace a head of the wrong size instead of stopping."}
     )
 
     def __post_init__(self) -> None:
         if not self.use_fast_tokenizer:
-            log.warning("--use_fast_tokenizer False has no effect: training needs the fast tokenizer")
+            log.warning("--use_fast_tokenizer False is ignored: training needs the fast tokenizer")
         if self.use_auth_token is None:
             return
         if self.token is not None:
-            raise UserError("--use_auth_token is the former name of --token; give one of them")
+            raise UserError("--use_auth_token is the former name of --token; give only one of them")
         switch = {"true": True, "false": False}
         self.token = switch.get(self.use_auth_token.lower(), self.use_auth_token)  # type: ignore[assignment]
 
@@ -79,15 +77,17 @@ class DataOptions:
     test_file: str | None = field(default=None, metadata={"help": "Data to predict."})
     overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again instead of using the cache."})
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Threads that tokenize."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first so many examples."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate only on the first so many."})
-    max_predict_samples: int | None = field(default=None, metadata={"help": "Predict only the first so many."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first N examples only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first N examples only."})
+    max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first N examples only."})
     strict: bool = field(default=False, metadata={"help": "Stop at the first row that cannot be used."})
-    skip_memory_check: bool = field(default=False, metadata={"help": "Train even if the memory seems too small."})
+    skip_memory_check: bool = field(
+        default=False, metadata={"help": "Train even if the estimate exceeds the free memory."}
+    )
 
 
 class OptionParser(StrictValues, HfArgumentParser):  # type: ignore[misc]
-    """Answers a mistake with one sentence."""
+    """HfArgumentParser with one-sentence errors and range checks."""
 
     def __init__(self, command: str, *kinds: Any) -> None:
         kinds = (ModelOptions, *kinds, TrainingArguments)
@@ -98,14 +98,14 @@ class OptionParser(StrictValues, HfArgumentParser):  # type: ignore[misc]
         raise UserError(f"stoker {self.command}: {message}; `stoker {self.command} --help` lists the common options")
 
     def read(self, argv: list[str]) -> tuple[Any, ...]:
-        """The options of a command line, each in the range where it means something."""
+        """Parses a command line and checks the range of every option."""
         try:
             *options, rest = self.parse_args_into_dataclasses(
                 argv, return_remaining_strings=True, look_for_args_file=False
             )
-        # transformers checks values by raising, and asks for packages that some options need
+        # transformers raises for bad values, and for packages that some options need
         except (ValueError, TypeError, ImportError, ArithmeticError, OSError) as error:
-            raise UserError(f"stoker {self.command}: {' '.join(str(error).split())}") from None
+            raise UserError(f"stoker {self.command}: {one_line(error)}") from None
         if rest:
             known = [name for action in self._actions for name in action.option_strings]
             close = difflib.get_close_matches(rest[0].partition("=")[0], known, n=1, cutoff=0.7)
@@ -116,30 +116,15 @@ class OptionParser(StrictValues, HfArgumentParser):  # type: ignore[misc]
         return tuple(options)
 
 
-_LEAST = {
-    "doc_stride": 0,
-    "n_best_size": 1,
-    "max_answer_length": 1,
-    "max_train_samples": 1,
-    "max_eval_samples": 1,
-    "max_predict_samples": 1,
-    "preprocessing_num_workers": 1,
-    "tokens_per_batch": 1,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "eval_accumulation_steps": 1,
-    "dataloader_num_workers": 0,
-    "learning_rate": 0,
-    "weight_decay": 0,
-    "adam_beta1": 0,
-    "adam_beta2": 0,
-    "adam_epsilon": 0,
-    "num_train_epochs": 0,
-    "neftune_noise_alpha": 0,
-    "label_smoothing_factor": 0,
-    "seed": 0,
-}
+_AT_LEAST_1 = (
+    "n_best_size", "max_answer_length", "max_train_samples", "max_eval_samples", "max_predict_samples",
+    "preprocessing_num_workers", "tokens_per_batch", "per_device_train_batch_size", "per_device_eval_batch_size",
+    "gradient_accumulation_steps", "eval_accumulation_steps",
+)  # fmt: skip
+_AT_LEAST_0 = (
+    "doc_stride", "dataloader_num_workers", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "num_train_epochs", "neftune_noise_alpha", "label_smoothing_factor", "seed",
+)  # fmt: skip
 _BELOW = {
     "adam_beta1": 1,
     "adam_beta2": 1,
@@ -155,11 +140,11 @@ _BELOW = {
     "preprocessing_num_workers": 1025,
     "ddp_timeout": 1e9,
 }
-"""Outside of these, options fail late and in words of the libraries below, or quietly do something else."""
+"""Outside these ranges, options fail late with a library's own error, or silently do something else."""
 
 
 def _check_range(options: Any) -> None:
-    for name, least in _LEAST.items():
+    for name, least in (dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_AT_LEAST_0, 0)).items():
         value = getattr(options, name, None)
         if value is not None and not value >= least:
             raise UserError(f"--{name} is {value}; it must be {least} or more")
@@ -169,7 +154,7 @@ def _check_range(options: Any) -> None:
             raise UserError(f"--{name} is {value}; it must be below {limit:,.0f}")
     for name in _PATHS:
         if getattr(options, name, None) == "":
-            raise UserError(f"--{name} is empty; name a place, or leave it out. Is a variable of the shell not set?")
+            raise UserError(f"--{name} is empty; give a name, or leave the option out (is a shell variable not set?)")
     for name in _MAPPINGS:
         value = getattr(options, name, None)
         if value is not None and not isinstance(value, dict):
@@ -178,23 +163,15 @@ def _check_range(options: Any) -> None:
 
 _MAPPINGS = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
 _PATHS = (
-    "output_dir",
-    "model_name_or_path",
-    "config_name",
-    "tokenizer_name",
-    "cache_dir",
-    "train_file",
-    "validation_file",
-    "test_file",
-    "logging_dir",
-    "resume_from_checkpoint",
-)
+    "output_dir", "model_name_or_path", "config_name", "tokenizer_name", "cache_dir", "train_file", "validation_file",
+    "test_file", "logging_dir", "resume_from_checkpoint",
+)  # fmt: skip
 
 
 def check_best(args: Any, argv: list[str], metrics: Collection[str], default: str) -> None:
-    """Sees that the metric which tells a good checkpoint from a bad one exists, before training rather than after.
+    """Checks before training that the metric for choosing the best checkpoint exists.
 
-    `metrics` are those that an evaluation of the task gives; `default` is taken where transformers would take the loss.
+    `metrics` are those that the task's evaluation returns; `default` is used where transformers would use the loss.
     """
     if not given("metric_for_best_model", argv):
         if args.metric_for_best_model is None and args.save_strategy != "best":
@@ -203,17 +180,17 @@ def check_best(args: Any, argv: list[str], metrics: Collection[str], default: st
         if not given("greater_is_better", argv):
             args.greater_is_better = not default.endswith("loss")
         if args.greater_is_better and args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-            # These schedules take less for better unless told, and what is better is decided here.
+            # These schedules minimise by default.
             args.lr_scheduler_kwargs = {"mode": "max", **(args.lr_scheduler_kwargs or {})}
     name = args.metric_for_best_model.removeprefix("eval_")
     if args.do_train and args.eval_strategy != "no" and name not in metrics:
         close = difflib.get_close_matches(name, metrics, n=1, cutoff=0.6)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UserError(f"--metric_for_best_model {name} is not measured{hint}; there are {', '.join(metrics)}")
+        raise UserError(f"--metric_for_best_model {name} is not measured{hint}; choose one of {', '.join(metrics)}")
 
 
 def check_optimizer(args: Any) -> None:
-    """Tries the optimizer and the schedule on one weight, so that values they refuse are found before anything is deleted."""
+    """Tries the optimizer and the schedule on one weight, so that bad values are found before old checkpoints are deleted."""
     import torch
     import transformers
 
@@ -222,17 +199,17 @@ def check_optimizer(args: Any) -> None:
 
         if args.torch_compile_mode not in (modes := list_mode_options()):
             raise UserError(
-                f"--torch_compile_mode {args.torch_compile_mode} is not known; there are {', '.join(modes)}"
+                f"--torch_compile_mode {args.torch_compile_mode} is unknown; choose one of {', '.join(modes)}"
             )
     if args.fsdp and args.world_size == 1:
-        raise UserError("--fsdp needs more than one process; start it by `stoker launch -n 2`, or leave it out")
+        raise UserError("--fsdp needs more than one process; start it with `stoker launch -n 2`, or leave it out")
     probe = torch.nn.Linear(1, 1)
     name, schedule = (getattr(one, "value", one) for one in (args.optim, args.lr_scheduler_type))
     flags = f"--optim {name}" + (f" --optim_args {args.optim_args} (NAME=VALUE,...)" if args.optim_args else "")
     try:
         kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args, probe)
         _require_finite(options)
-        if {"params", "model", "optimizer_dict"} & options.keys():  # these are made for the real model only
+        if {"params", "model", "optimizer_dict"} & options.keys():  # these depend on the real model
             return
         optimizer = kind(probe.parameters(), **options)
         flags = f"--lr_scheduler_type {schedule} --lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
@@ -241,12 +218,12 @@ def check_optimizer(args: Any) -> None:
             args.lr_scheduler_type, optimizer, num_warmup_steps=1, num_training_steps=2,
             scheduler_specific_kwargs=args.lr_scheduler_kwargs,
         )  # fmt: skip
-    except Exception as error:  # whatever it is, these values cause it
+    except Exception as error:  # any error is caused by these values
         raise UserError(f"{flags} cannot be used: {type(error).__name__}: {first_line(error)}") from None
 
 
 def _require_finite(value: Any) -> None:
-    """For numbers inside of JSON and NAME=VALUE, which no parser of options has seen."""
+    """Checks numbers inside JSON and NAME=VALUE options, which the parser does not see."""
     if isinstance(value, dict | list | tuple):
         for one in value.values() if isinstance(value, dict) else value:
             _require_finite(one)
@@ -254,26 +231,26 @@ def _require_finite(value: Any) -> None:
         raise ValueError(f"{value} is not a finite number")
 
 
-def words_of(argv: list[str]) -> list[str]:
-    """The words of a command line; where it is one JSON file of options, those that mean the same."""
+def expand_options_file(argv: list[str]) -> list[str]:
+    """If the only argument is a JSON file of options, the arguments it stands for; else `argv` itself."""
     if len(argv) != 1 or not argv[0].endswith(".json"):
         return argv
     try:
-        content = parse_json(read_text(argv[0], "the file of options"))
+        content = parse_json(read_text(argv[0], "options file"))
     except BadDocument as error:
-        raise UserError(f"the file of options {argv[0]} is not JSON: {error}") from None
+        raise UserError(f"options file {argv[0]} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"the file of options {argv[0]} holds no object of names and values")
-    words: list[str] = []
+        raise UserError(f"options file {argv[0]} must contain a JSON object of names and values")
+    arguments: list[str] = []
     for name, value in content.items():
         if isinstance(value, list):
-            words += [f"--{name}", *map(str, value)]
+            arguments += [f"--{name}", *map(str, value)]
         elif value is not None:
-            words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
-    return words
+            arguments.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    return arguments
 
 
 def given(name: str, argv: list[str]) -> bool:
-    """Whether an option was given on the command line, rather than left at its default."""
+    """Whether an option is on the command line."""
     spellings = (f"--{name}", f"--{name.replace('_', '-')}")
     return any(word.partition("=")[0] in spellings for word in argv)

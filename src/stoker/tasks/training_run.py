@@ -1,32 +1,34 @@
-"""What every `stoker train` run does around its task: options, resume, memory, training, files beside the model, the report."""
+"""What all `stoker train` tasks share: options, data splits, memory check, training, model card and report."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from stoker.errors import UserError
+from stoker.errors import UserError, one_line
 from stoker.hf.checkpointing import lock
 from stoker.hf.checkpointing.restart import Start
 from stoker.hf.secrets import without_secrets
 from stoker.hf.trainer import Trainer
 from stoker.machine.rates import Rates
 from stoker.tasks import memory_estimate
-from stoker.tasks.display import Display
+from stoker.tasks.collate import Collator
+from stoker.tasks.display import use_display
 from stoker.tasks.loading import quiet
-from stoker.tasks.training_options import OptionParser, check_optimizer, given, words_of
+from stoker.tasks.training_options import OptionParser, check_optimizer, expand_options_file, given
 from stoker.whole_files import write_text
 
-__all__ = ["Job", "argument_errors", "begin", "cut", "finish", "know_the_machine", "train", "write_json"]
+__all__ = [
+    "Job", "begin", "cut", "finish", "machine_rates", "make_trainer", "train", "wanted_splits", "write_json",
+]  # fmt: skip
 
 log = logging.getLogger("stoker")
 
@@ -47,23 +49,29 @@ class Job:
         return ["stoker", "train", self.task, *without_secrets(self.argv)]
 
     def say(self, sentence: str) -> None:
+        """Prints on rank 0 only."""
         if self.args.process_index == 0:
             self.console.print(sentence)
 
+    def source(self, split: str) -> tuple[str | None, int | None]:
+        """The file given for a split, if any, and the largest number of rows to use of it."""
+        limit = {"validation": "eval", "test": "predict"}.get(split, split)
+        return getattr(self.data, f"{split}_file"), getattr(self.data, f"max_{limit}_samples")
+
 
 def begin(task: str, argv: list[str], data_options: Any) -> Job:
-    """Reads the command line and makes the process quiet."""
+    """Parses the command line, checks what can be checked before loading anything, and silences the libraries."""
     _log_to_stderr()
     quiet()
-    argv = words_of(argv)
+    argv = expand_options_file(argv)
     if (workers := _value("preprocessing_num_workers", argv)) is not None:
         os.environ["RAYON_NUM_THREADS"] = workers  # tokenizers reads it once, when it first tokenizes
     model, data, args = OptionParser(f"train {task}", data_options).read(argv)
     if not (args.do_train or args.do_eval or args.do_predict):
-        raise UserError(f"stoker train {task} has nothing to do; give --do_train, --do_eval or --do_predict")
+        raise UserError(f"stoker train {task} has nothing to do; add --do_train, --do_eval or --do_predict")
     if args.do_train and not given("output_dir", argv):
-        raise UserError("--output_dir is missing: where should the model go?")
-    _needs_data(args, data)
+        raise UserError("--output_dir is missing; it names the folder for the model")
+    _check_data_given(args, data)
     if args.do_train:
         check_optimizer(args)
     _check_output(args)
@@ -89,7 +97,7 @@ def _value(name: str, argv: list[str]) -> str | None:
     return None
 
 
-def _needs_data(args: Any, data: Any) -> None:
+def _check_data_given(args: Any, data: Any) -> None:
     if data.dataset_name or (getattr(data, "task_name", None) and not (data.train_file or data.validation_file)):
         return
     for wanted, file, flag in (
@@ -98,33 +106,31 @@ def _needs_data(args: Any, data: Any) -> None:
         (args.do_predict, data.test_file, "--test_file"),
     ):
         if wanted and not file:
-            raise UserError(f"{flag} is missing (or --dataset_name, for a data set on the hub)")
+            raise UserError(f"{flag} is missing; name a file, or a data set on the hub with --dataset_name")
 
 
 def _check_output(args: Any) -> None:
-    """What the Trainer would find out late: a folder that cannot be made, a service of --report_to that is not there."""
+    """Finds early what the Trainer would report late: an unusable output folder, or a missing --report_to service."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     try:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output_dir {args.output_dir} cannot be made: {error.strerror}") from None
+        raise UserError(f"--output_dir {args.output_dir} cannot be created: {error.strerror}") from None
     if args.do_train and args.world_size == 1:
-        lock.take(Path(args.output_dir)).release()  # it is held while training; a run that cannot have it learns so now
+        lock.take(Path(args.output_dir)).release()  # training takes it again; fail now if another run holds it
     try:
         for kind in get_reporting_integration_callbacks(args.report_to):
             kind()
     except (ValueError, RuntimeError, ImportError) as error:
-        raise UserError(f"--report_to {' '.join(args.report_to)}: {' '.join(str(error).split())}") from None
+        raise UserError(f"--report_to {' '.join(args.report_to)}: {one_line(error)}") from None
 
 
-@contextlib.contextmanager
-def argument_errors(job: Job) -> Iterator[None]:
-    """Around the making of a Trainer, which checks the options that depend on each other by raising."""
-    try:
-        yield
-    except (ValueError, ImportError) as error:
-        raise UserError(f"stoker train {job.task}: {' '.join(str(error).split())}") from None
+def wanted_splits(args: Any) -> list[str]:
+    """The splits that this run reads. Evaluation during training needs the validation split too."""
+    evaluates = args.do_eval or args.eval_strategy != "no"
+    wanted = {"train": args.do_train, "validation": evaluates, "test": args.do_predict}
+    return [split for split, needed in wanted.items() if needed]
 
 
 def cut(rows: Sequence[Any], most: int | None) -> Sequence[Any]:
@@ -132,7 +138,7 @@ def cut(rows: Sequence[Any], most: int | None) -> Sequence[Any]:
 
 
 def train(job: Job, trainer: Trainer, **facts: Any) -> None:
-    """Trains, saves model, metrics and state; `facts` go to the run's log."""
+    """Trains, then saves model, metrics and state. `facts` are added to the run's log."""
     args = job.args
     lengths = trainer.train_dataset.lengths
     optimized = getattr(args, "use_ipex", None) is not False
@@ -152,7 +158,7 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
         if checkpoint is not None and not args.resume_from_checkpoint:
             job.say(f"resuming from {checkpoint} (--overwrite_output_dir starts over)")
         result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        trainer.save_model(_internal_call=True)  # published whole, when card and report are there too
+        trainer.save_model(_internal_call=True)  # `finish` publishes it, together with card and report
         seconds, loss = result.metrics.get("train_runtime", 0.0), result.metrics.get("train_loss", 0.0)
         job.say(f"trained to step {result.global_step:,} in {seconds:,.0f} s, mean loss {loss:.3f}")
         if args.should_save:
@@ -160,29 +166,31 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
             trainer.save_state()
 
 
-def dress(job: Job, trainer: Trainer) -> None:
-    """Our display instead of transformers' bars and prints; figures often enough to draw a curve from."""
-    from transformers.trainer_callback import PrinterCallback, ProgressCallback
-
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Display())
-    if not given("logging_steps", job.argv) and job.args.do_train:
-        rows = len(trainer.train_dataset)
-        steps = job.args.max_steps if job.args.max_steps > 0 else (
-            job.args.num_train_epochs * rows / (job.args.train_batch_size * job.args.gradient_accumulation_steps)
+def make_trainer(
+    job: Job, kind: type[Trainer], model: Any, tokenizer: Any, sets: dict[str, Any], **settings: Any
+) -> Any:
+    """The Trainer of a task, with our progress display; it logs often enough to draw a curve (about 100 points)."""
+    args = job.args
+    args.remove_unused_columns = False  # items contain only what the model takes
+    if args.process_index == 0 and args.do_train:
+        machine_rates(job.say)  # logs show the share of the machine's peak
+    try:
+        trainer = kind(
+            model, args, train_dataset=sets.get("train"), eval_dataset=sets.get("validation"), processing_class=tokenizer,
+            data_collator=Collator.of(tokenizer), **settings,
         )  # fmt: skip
-        job.args.logging_steps = max(int(steps / 100), 1)
+    except (ValueError, ImportError) as error:  # raised for options that contradict each other
+        raise UserError(f"stoker train {job.task}: {one_line(error)}") from None
+    use_display(trainer)
+    if not given("logging_steps", job.argv) and args.do_train:
+        rows_per_step = args.train_batch_size * args.gradient_accumulation_steps
+        steps = args.max_steps if args.max_steps > 0 else args.num_train_epochs * len(sets["train"]) / rows_per_step
+        args.logging_steps = max(int(steps / 100), 1)
+    return trainer
 
 
-def measure_peak(job: Job) -> None:
-    """So that figures can say what share of the machine is used."""
-    if job.args.process_index == 0 and job.args.do_train:
-        know_the_machine(job.say)
-
-
-def know_the_machine(say: Callable[[str], None]) -> Rates:
-    """What the machine reaches: measured once, and looked at again for half a second in every run."""
+def machine_rates(say: Callable[[str], None]) -> Rates:
+    """The machine's rates: measured once, then checked for half a second in every run."""
     from stoker.kernels.clock import clock_ghz
     from stoker.machine import rates, this_machine
     from stoker.machine.measure import measure_rates, remeasure
@@ -190,20 +198,20 @@ def know_the_machine(say: Callable[[str], None]) -> Rates:
     machine = this_machine()
     if (known := rates.known(machine)) is not None:
         return remeasure(machine, known, clock=clock_ghz)
-    say("measuring what this machine can do (once, 6 seconds)")
+    say("measuring this machine's peak rates (once, 6 seconds)")
     found = measure_rates(machine, clock=clock_ghz)
     rates.save(machine, found)
     return found
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Whole or not at all, like everything a kill must not leave half done."""
+    """Writes atomically, so that a kill cannot leave half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
-    """The model card and the report, and all of it to the hub if asked."""
+    """Writes model card and report, and publishes everything to the hub if --push_to_hub is set."""
     if not job.args.should_save or not job.args.do_train:
         return
     from stoker.run_report.log import read_run
@@ -211,7 +219,7 @@ def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
     folder = Path(job.args.output_dir)
     try:
         run = read_run(folder)
-    except OSError:  # none could be written
+    except OSError:  # the log could not be written
         return
     from stoker.tasks.card import model_card
 
@@ -219,7 +227,9 @@ def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
     try:
         from stoker.run_report.page import write_report
     except ImportError as error:
-        job.say(f"no report.html was made: it needs matplotlib (pip install 'stoker[report]'; {error})")
+        job.say(
+            f"report.html was not written: {one_line(error)}; install what it needs with pip install 'stoker[report]'"
+        )
     else:
         job.say(f"model in {folder}, report in {write_report(folder)}")
     trainer.publish("End of training")

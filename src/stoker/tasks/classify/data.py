@@ -1,4 +1,4 @@
-"""Texts, or pairs of texts, with a label each, from a table; what GLUE's tables call their columns is a small table too."""
+"""Reads labelled texts or pairs of texts from a table. `GLUE` lists the columns and metrics of each GLUE task."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["GLUE", "Columns", "Example", "Labels", "Task", "choose_columns", "co
 
 @dataclass(frozen=True)
 class Task:
-    """What is known of a GLUE task."""
+    """Columns and metrics of a GLUE task."""
 
     texts: tuple[str, ...]
     metrics: tuple[str, ...]
     regression: bool = False
     parts: tuple[str, ...] = ("",)
-    """Endings of the hub's splits to evaluate on and to predict; the first is the one that counts."""
+    """Suffixes of the evaluation and test splits on the hub; the first is the main one."""
 
 
 GLUE: dict[str, Task] = {
@@ -39,7 +39,7 @@ GLUE: dict[str, Task] = {
     "wnli": Task(("sentence1", "sentence2"), ("accuracy",)),
 }
 
-# Names under which tables keep things, the likeliest first. "#1 String" and "Quality" are those of MRPC's own files.
+# Common column names, the most likely first. "#1 String" and "Quality" are those of MRPC's own files.
 _FIRST = (
     "sentence1",
     "premise",
@@ -67,7 +67,7 @@ class Example:
     id: str
     texts: tuple[str, ...]
     label: str | float | None
-    """As the file has it; None if it has none."""
+    """As in the file; None if it has none."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,19 @@ class Labels:
 
     @classmethod
     def of(cls, examples: Sequence[Example], *known: Sequence[str]) -> Labels:
-        """The first of the `known` lists that holds all labels of the examples; else these, in order."""
+        """The first of the `known` lists that contains all labels of the examples; else these labels, sorted."""
         found = {str(example.label) for example in examples if example.label is not None}
         for names in known:
             if names and found <= set(names):
                 return cls(tuple(names))
-        return cls(tuple(sorted(found, key=_place)))
+        return cls(tuple(sorted(found, key=_sort_key)))
 
     def number(self, label: str | float | None) -> int:
         return self.names.index(str(label))
 
 
-def _place(name: str) -> tuple[int, int, str]:
-    """Numbers come first, by their value."""
+def _sort_key(name: str) -> tuple[int, int, str]:
+    """Sorts numbers first, by value."""
     try:
         return 0, int(name), name
     except ValueError:
@@ -98,7 +98,7 @@ def _place(name: str) -> tuple[int, int, str]:
 
 
 def choose_columns(names: Sequence[str], texts: Sequence[str] | None, label: str | None, task: str | None) -> Columns:
-    """Which columns hold texts and label: those that were named, those of the task, or the likeliest by name."""
+    """The columns of texts and label: those named by options, those of the task, or the most likely by name."""
     lower = {name.lower(): name for name in names}
 
     def named(wanted: Sequence[str], flag: str) -> tuple[str, ...]:
@@ -120,7 +120,9 @@ def choose_columns(names: Sequence[str], texts: Sequence[str] | None, label: str
         return Columns(tuple(lower[name] for name in GLUE[task].texts), chosen_label)
     first = likeliest(_FIRST)
     if first is None:
-        raise UserError(f"which columns hold the text? name them by --text_column_names; there are {', '.join(names)}")
+        raise UserError(
+            f"no column looks like a text; name them with --text_column_names (columns: {', '.join(names)})"
+        )
     second = likeliest(_SECOND, but=(first,))
     if task in GLUE and len(GLUE[task].texts) == 1:
         second = None
@@ -144,7 +146,7 @@ def read_examples(
     )
     faults.settle(len(examples))
     if not examples:
-        raise UserError(f"{path} holds no example")
+        raise UserError(f"{path} contains no examples")
     return examples
 
 
@@ -164,7 +166,7 @@ def collect(
         if columns is None:
             columns = choose_columns([str(name) for name in row.values], texts, label, task)
             if labelled and columns.label is None:
-                raise UserError(f"{row.where}: which column is the label? name it by --label_column_name")
+                raise UserError(f"{row.where}: no column looks like a label; name it with --label_column_name")
         values = [row.values.get(name) for name in columns.texts]
         if reason := _bad_text(columns.texts, values):
             faults.add(row.where, reason)
@@ -191,7 +193,7 @@ def _bad_text(names: Sequence[str], values: Sequence[Any]) -> str | None:
         if not value.strip():
             return f"its {name} is empty"
         if not is_unicode(value):
-            return f"its {name} holds half a character (a lone surrogate, as from a wrong encoding)"
+            return f"its {name} contains a lone surrogate (half a character, as from a wrong encoding)"
     return None
 
 
@@ -199,11 +201,11 @@ def _label(value: Any, regression: bool) -> tuple[str | float | None, str | None
     if value is None or value == "":
         return None, "it has no label"
     if not isinstance(value, str | int | float):
-        return None, f"its label is {with_article(type(value).__name__)}, not a word or a number"
+        return None, f"its label is {with_article(type(value).__name__)}, not text or a number"
     if not regression:
         return (str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)), None
     try:
         number = float(value)
     except ValueError:
         number = math.nan
-    return (number, None) if math.isfinite(number) else (None, f"its label {value!r} is no number")
+    return (number, None) if math.isfinite(number) else (None, f"its label {value!r} is not a number")

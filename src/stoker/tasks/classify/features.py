@@ -1,4 +1,4 @@
-"""Texts as model inputs, each distinct text tokenized once; long pairs lose tokens from the longer text first."""
+"""Texts as model inputs. Each distinct text is tokenized once; long pairs are truncated at the longer text first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
     examples: Sequence[Example]
     tokens: Ragged
     texts: NDArray[np.int32]
-    """(rows, 1 or 2): number of the distinct text."""
+    """(rows, 1 or 2): index of the distinct text."""
     kept: NDArray[np.int32]
     """(rows, 1 or 2): how many of its tokens are used."""
     labels: NDArray[Any] | None
@@ -55,7 +55,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
 def make_rows(
     examples: Sequence[Example], tokenizer: Any, labels: Labels | None, *, max_seq_length: int, fresh: bool = False
 ) -> Rows:
-    """`labels` None: numbers for regression if the examples have labels."""
+    """The rows of `examples`. With `labels` None, their labels are numbers (regression)."""
     count = len(examples[0].texts)
     template = Template.read(tokenizer, count)
     texts, index = distinct([text for example in examples for text in example.texts])
@@ -78,7 +78,7 @@ def make_rows(
 
 
 def _truncated(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Cut so that a row's texts fit: the longer one first, then both alike."""
+    """Truncates a row's texts to fit: the longer one first, then both equally."""
     if lengths.shape[1] == 1:
         return np.minimum(lengths, room)
     kept: NDArray[np.int64] = lengths.copy()

@@ -1,4 +1,4 @@
-"""Accuracy, F1, Matthews' correlation, Pearson's and Spearman's: GLUE's metrics, from their definitions."""
+"""GLUE's metrics: accuracy, F1, Matthews, Pearson and Spearman correlation, from their definitions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def accuracy(predicted: Values, true: Values) -> float:
 
 
 def f1(predicted: Values, true: Values, classes: int = 2) -> float:
-    """Of class 1 where there are two classes, as GLUE has it; else the mean over the classes that occur."""
+    """F1 of class 1 for two classes, as in GLUE; else the mean over the classes that occur."""
     wanted = [1] if classes <= 2 else np.union1d(predicted, true).tolist()
     return float(np.mean([_f1_of(predicted == one, true == one) for one in wanted]))
 
@@ -49,7 +49,7 @@ def spearmanr(predicted: Values, true: Values) -> float:
 
 
 def _ranks(values: Values) -> Values:
-    """Ranks from 1, equal values sharing the mean of theirs."""
+    """Ranks from 1; equal values share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     means: Values = ends - (counts - 1) / 2.0
@@ -71,13 +71,13 @@ METRICS: dict[str, Callable[[Values, Values], float]] = {
 
 
 def is_combined(names: Sequence[str]) -> bool:
-    """Whether the mean of these metrics is one too: an error is no score, and its mean with one means nothing."""
+    """Whether these metrics have a meaningful mean: an error (mse) cannot be averaged with a score."""
     return len(names) > 1 and "mse" not in names
 
 
 def measure(names: Sequence[str], logits: Values, true: Values, *, regression: bool) -> dict[str, float]:
     predicted = logits.reshape(len(true), -1)[:, 0] if regression else logits.argmax(-1)
-    # How many classes there are is the model's to say: a small part of the data may lack some.
+    # The model knows the number of classes; a small part of the data may lack some.
     known = METRICS if regression else METRICS | {"f1": partial(f1, classes=logits.shape[-1])}
     found = {name: known[name](predicted, true) for name in names}
     if is_combined(names):

@@ -1,4 +1,4 @@
-"""`stoker train classify`: fine-tunes a model to put texts or pairs of texts into classes, or to give them a number."""
+"""`stoker train classify`: fine-tunes a model to classify texts or pairs of texts, or to predict a number for them."""
 
 import logging
 from collections.abc import Sequence
@@ -15,19 +15,18 @@ from stoker.tasks import hub, training_run
 from stoker.tasks.classify.data import GLUE, Example, Labels, choose_columns, collect, read_examples
 from stoker.tasks.classify.features import Rows, make_rows
 from stoker.tasks.classify.metrics import METRICS, is_combined, measure
-from stoker.tasks.collate import Collator
 from stoker.tasks.faults import Faults
 from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, row_length
 from stoker.tasks.training_options import DataOptions, check_best
 
-# No postponed annotations here: HfArgumentParser reads the types of these fields.
+# No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
 __all__ = ["ClassifyOptions", "main"]
 
 log = logging.getLogger("stoker")
 
 _SECOND = {"validation": "validation_mm", "test": "test_mm"}
-"""What the sets of MNLI's second kind, the mismatched ones, are called here."""
+"""Names of MNLI's second evaluation and test sets, the mismatched ones."""
 
 
 @dataclass
@@ -42,19 +41,19 @@ class ClassifyOptions(DataOptions):
     )
     label_column_name: str | None = field(default=None, metadata={"help": "The column with the label."})
     do_regression: bool | None = field(
-        default=None, metadata={"help": "The label is a number to be predicted.", "nargs": "?", "const": True}
+        default=None, metadata={"help": "The label is a number (regression).", "nargs": "?", "const": True}
     )
     metric_name: str | None = field(
         default=None, metadata={"help": "Metrics to compute, separated by commas.", "choices": None}
     )
-    max_seq_length: int = field(default=128, metadata={"help": "Most tokens of a row; longer ones are cut."})
+    max_seq_length: int = field(default=128, metadata={"help": "Maximum tokens of a row; longer ones are truncated."})
     pad_to_max_length: bool = field(
         default=True, metadata={"help": "Accepted for old commands; padding never enters the model."}
     )
 
 
 def predict_all_rows(args: Any) -> None:
-    """The metrics of this task are computed from the predictions for all rows; options that withhold them are ignored."""
+    """Overrides options that would withhold predictions: the metrics are computed from those of all rows."""
     for name, value in (
         ("eval_do_concat_batches", True),
         ("batch_eval_metrics", False),
@@ -75,11 +74,11 @@ def main(argv: list[str]) -> int:
     if options.task_name is not None:
         options.task_name = options.task_name.lower()
         if options.task_name not in GLUE:
-            raise UserError(f"--task_name {options.task_name} is no GLUE task; there are {', '.join(GLUE)}")
+            raise UserError(f"--task_name {options.task_name} is not a GLUE task; choose one of {', '.join(GLUE)}")
     if args.label_names not in (None, ["labels"]):
         raise UserError(
-            f"--label_names {' '.join(args.label_names)}: the model of this task calls its labels `labels`; leave it out, and "
-            "name the column of the file by --label_column_name"
+            f"--label_names {' '.join(args.label_names)}: the model of this task expects `labels`; leave the option out, and "
+            "name the column of the file with --label_column_name"
         )
     predict_all_rows(args)
     set_seed(args.seed)
@@ -103,21 +102,16 @@ def main(argv: list[str]) -> int:
         for split, examples in raw.items()
     }
     model = load_model(AutoModelForSequenceClassification, job.model, config)
-    args.remove_unused_columns = False
-    training_run.measure_peak(job)
-    with training_run.argument_errors(job):
-        trainer = Trainer(
-            model,
-            args,
-            train_dataset=sets.get("train"),
-            eval_dataset=sets.get("validation"),
-            processing_class=tokenizer,
-            data_collator=Collator.of(tokenizer),
-            # Encoder-decoder models give hidden states beside the logits
-            preprocess_logits_for_metrics=lambda found, _: found[0] if isinstance(found, tuple) else found,
-            compute_metrics=lambda found: measure(names, found.predictions, found.label_ids, regression=regression),
-        )
-    training_run.dress(job, trainer)
+    trainer: Trainer = training_run.make_trainer(
+        job,
+        Trainer,
+        model,
+        tokenizer,
+        sets,
+        # Encoder-decoder models return hidden states beside the logits.
+        preprocess_logits_for_metrics=lambda found, _: found[0] if isinstance(found, tuple) else found,
+        compute_metrics=lambda found: measure(names, found.predictions, found.label_ids, regression=regression),
+    )
     metrics: dict[str, Any] = {}
     if args.do_train:
         training_run.train(job, trainer)
@@ -128,11 +122,11 @@ def main(argv: list[str]) -> int:
             metrics |= {f"{name}_mm": value for name, value in found.items()}  # as run_glue.py names them
             metrics["eval_samples_mm"] = len(second)
         trainer.save_metrics("eval", {**metrics, "eval_samples": len(sets["validation"])})
-        job.say(_told(names, metrics, len(sets["validation"])))
+        job.say(_summary(names, metrics, len(sets["validation"])))
         if second:
-            job.say(_told(names, metrics, len(second), "_mm") + " of the mismatched kind")
+            job.say(_summary(names, metrics, len(second), "_mm") + " (mismatched set)")
         if args.do_train:
-            shown = _shown(trainer, sets["validation"], labels)  # by all ranks together, as every prediction
+            shown = _report_examples(trainer, sets["validation"], labels)  # on all ranks, like every prediction
             if args.should_save:
                 trainer.recorder.write("examples", rows=shown)
     if args.do_predict:
@@ -141,14 +135,6 @@ def main(argv: list[str]) -> int:
             _predict(job, trainer, sets[_SECOND["test"]], labels, "predict_results_mm.txt")
     training_run.finish(job, trainer, metrics)
     return 0
-
-
-def _splits(args: Any) -> tuple[tuple[str, bool], ...]:
-    return (
-        ("train", args.do_train),
-        ("validation", args.do_eval or args.eval_strategy != "no"),
-        ("test", args.do_predict),
-    )
 
 
 def _regression(options: Any) -> bool:
@@ -162,23 +148,23 @@ def _metric_names(options: Any, regression: bool) -> list[str]:
         names = [name.strip() for name in options.metric_name.split(",")]
         for name in names:
             if name not in METRICS:
-                raise UserError(f"--metric_name {name} is not known; there are {', '.join(METRICS)}")
+                raise UserError(f"--metric_name {name} is unknown; choose from {', '.join(METRICS)}")
         return names
     if options.task_name in GLUE:
         return list(GLUE[options.task_name].metrics)
     return ["mse", "pearson"] if regression else ["accuracy", "f1"]
 
 
-def _told(names: Sequence[str], metrics: dict[str, Any], rows: int, ending: str = "") -> str:
+def _summary(names: Sequence[str], metrics: dict[str, Any], rows: int, ending: str = "") -> str:
     return ", ".join(f"{name} {metrics[f'eval_{name}{ending}']:.4f}" for name in names) + f" on {rows:,} rows"
 
 
 def _data(job: training_run.Job, regression: bool) -> tuple[dict[str, Sequence[Example]], tuple[str, ...]]:
-    """The examples of every set that is needed, and the classes in order if a data set of the hub names them."""
+    """The examples of every set that is needed, and the class names in order if a data set on the hub declares them."""
     raw: dict[str, Sequence[Example]] = {}
     classes: tuple[str, ...] = ()
-    for split, wanted in _splits(job.args):
-        for number, part in enumerate(_parts(job.data, split) if wanted else ()):
+    for split in training_run.wanted_splits(job.args):
+        for number, part in enumerate(_parts(job.data, split)):
             examples, names = _examples(job, split, part, regression)
             raw[_SECOND[split] if number else split] = examples
             classes = classes or names
@@ -186,7 +172,7 @@ def _data(job: training_run.Job, regression: bool) -> tuple[dict[str, Sequence[E
 
 
 def _parts(options: Any, split: str) -> tuple[str, ...]:
-    """The endings of a split's names on the hub, where GLUE has several of it."""
+    """The suffixes of a split's names on the hub, where GLUE has several of it."""
     from_glue = options.dataset_name is None and options.task_name in GLUE and split != "train"
     return GLUE[options.task_name].parts if from_glue and not getattr(options, f"{split}_file") else ("",)
 
@@ -195,11 +181,7 @@ def _examples(
     job: training_run.Job, split: str, part: str, regression: bool
 ) -> tuple[Sequence[Example], tuple[str, ...]]:
     options = job.data
-    file, most = {
-        "train": (options.train_file, options.max_train_samples),
-        "validation": (options.validation_file, options.max_eval_samples),
-        "test": (options.test_file, options.max_predict_samples),
-    }[split]
+    file, most = job.source(split)
     columns = _text_columns(options.text_column_names)
     choices: dict[str, Any] = {
         "texts": columns, "label": options.label_column_name, "task": options.task_name,
@@ -231,7 +213,7 @@ def _text_columns(text: str | None) -> list[str] | None:
 
 
 def _labels(job: training_run.Job, raw: dict[str, Sequence[Example]], classes: tuple[str, ...]) -> Labels:
-    """The classes: those of a model that is only asked, if they cover the data; else those of the data."""
+    """The classes: without training those of the model, if they cover the data; else those of the data."""
     source = raw.get("train") or raw.get("validation") or []
     known: Sequence[str] = ()
     if "train" not in raw:
@@ -239,16 +221,20 @@ def _labels(job: training_run.Job, raw: dict[str, Sequence[Example]], classes: t
         known = [config.id2label[i] for i in range(len(config.id2label))]
     labels = Labels.of(source, known, classes) if source else Labels(tuple(known))
     if len(labels.names) < 2:
-        raise UserError(f"the label has {len(labels.names)} value ({', '.join(labels.names)}); two or more are needed")
+        raise UserError(
+            f"the label has {len(labels.names)} value ({', '.join(labels.names)}); classification needs two or more"
+        )
     if _are_fractions(labels.names):
         raise UserError(
-            f"the label is a number with a fraction ({labels.names[0]}, ...); --do_regression predicts it, or name another "
-            "column by --label_column_name"
+            f"the label is a fractional number ({labels.names[0]}, ...); use --do_regression, or name another "
+            "column with --label_column_name"
         )
     for split, examples in raw.items():
         strange = sorted({str(e.label) for e in examples if e.label is not None} - set(labels.names))
         if strange:
-            raise UserError(f"the {split} data has labels that training has not: {', '.join(strange[:5])}")
+            raise UserError(
+                f"the {split} data has labels that the training data does not have: {', '.join(strange[:5])}"
+            )
     return labels
 
 
@@ -265,13 +251,13 @@ def _predict(job: training_run.Job, trainer: Trainer, rows: Rows, labels: Labels
     with open(path, "w", encoding="utf-8") as file:
         file.write("index\tprediction\n")
         for number, row in enumerate(logits.reshape(len(rows), -1)):
-            told = f"{row[0]:.4f}" if labels is None else labels.names[int(row.argmax())]
-            file.write(f"{rows.examples[number].id}\t{told}\n")
+            prediction = f"{row[0]:.4f}" if labels is None else labels.names[int(row.argmax())]
+            file.write(f"{rows.examples[number].id}\t{prediction}\n")
     job.say(f"{len(rows):,} predictions in {path}")
 
 
-def _shown(trainer: Trainer, rows: Rows, labels: Labels | None, most: int = 6) -> list[dict[str, Any]]:
-    """Some right and some wrong rows for the report."""
+def _report_examples(trainer: Trainer, rows: Rows, labels: Labels | None, most: int = 6) -> list[dict[str, Any]]:
+    """Some correct and some wrong rows for the report."""
     if labels is None:
         return []
     part = np.linspace(0, len(rows) - 1, min(len(rows), 200)).astype(int)
@@ -280,11 +266,11 @@ def _shown(trainer: Trainer, rows: Rows, labels: Labels | None, most: int = 6) -
     logits = trainer.predict(Subset(rows, part.tolist()), metric_key_prefix="shown").predictions
     found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for number, row in zip(part, logits, strict=True):
-        example, told = rows.examples[number], labels.names[int(row.argmax())]
-        right = told == str(example.label)
+        example, prediction = rows.examples[number], labels.names[int(row.argmax())]
+        right = prediction == str(example.label)
         share = float(np.exp(row - row.max()).max() / np.exp(row - row.max()).sum())
         found[right].append(
-            {"id": example.id, "texts": list(example.texts), "answer": told, "expected": [str(example.label)],
+            {"id": example.id, "texts": list(example.texts), "answer": prediction, "expected": [str(example.label)],
              "right": right, "probability": round(share, 4)}
         )  # fmt: skip
     return found[True][:most] + found[False][:most]

@@ -1,1 +1,1 @@
-"""The built-in demo: a small invented world to ask questions about, and a run that learns to answer them in minutes."""
+"""The built-in demo: generates texts about an invented world, and trains a model in minutes to answer questions about them."""

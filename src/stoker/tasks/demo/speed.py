@@ -1,7 +1,7 @@
-"""Seconds per training step, stock against Stoker: each side in a process of its own, steps taken in turns.
+"""Measures seconds per training step, stock against Stoker, in one process per side that take steps in turns.
 
-Allocator settings belong to a process, hence two of them; in turns, because a machine's speed changes by the minute.
-`python -m stoker.tasks.demo.speed SIDE FOLDER` is one side: it takes a step for every line it reads.
+Two processes, because allocator settings apply to a whole process; in turns, because a machine's speed changes by the minute.
+`python -m stoker.tasks.demo.speed SIDE FOLDER SETTINGS` is one side: it takes one step per input line.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def compare(folder: Path, model: str, *, steps: int, batch: int, max_seq_length:
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     try:
         for worker in workers.values():
-            _answer(worker)  # ready: model loaded, first step done
+            _step_seconds(worker)  # ready: model loaded, first step done
         for _ in range(steps):
             for side, worker in workers.items():
                 assert worker.stdin is not None
                 worker.stdin.write("step\n")
                 worker.stdin.flush()
-                seconds[side].append(_answer(worker))
+                seconds[side].append(_step_seconds(worker))
     finally:
         for worker in workers.values():
             worker.kill()
@@ -49,7 +49,7 @@ def compare(folder: Path, model: str, *, steps: int, batch: int, max_seq_length:
     return seconds
 
 
-def _answer(worker: subprocess.Popen[str]) -> float:
+def _step_seconds(worker: subprocess.Popen[str]) -> float:
     stream: IO[str] | None = worker.stdout
     assert stream is not None
     for line in stream:

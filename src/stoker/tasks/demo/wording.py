@@ -1,7 +1,7 @@
-"""The words of the invented world: kinds of things, what can be said of each, and the ways to say and to ask it.
+"""The templates of the invented world: kinds of things, the facts about each, and how facts are stated and asked for.
 
-Data only. In a saying, {s} is the subject and {o} the object; {S} begins a sentence with the subject, {P} with what refers
-back to it. The last question of every relation is kept out of the training data, so that evaluation meets new wordings.
+Data only. In a statement, {s} is the subject and {o} the object; {S} is the subject at the start of a sentence, {P} a phrase
+that refers back to it. The last question of every relation is not used for training, so that evaluation has new wordings.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ __all__ = ["KINDS", "Kind", "Relation"]
 @dataclass(frozen=True)
 class Relation:
     object: str
-    """What kind of answer it takes: person, town, river, year, or the name of a list in world.py."""
-    sayings: tuple[str, ...]
+    """The kind of the answer: person, town, river, year, or the name of a list in world.py."""
+    statements: tuple[str, ...]
     questions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Kind:
     name: str
-    """How its names are made: see world.py."""
+    """Which names it gets: see world.py."""
     back: tuple[str, ...]
-    """Ways to refer back to it at the beginning of a sentence."""
+    """Phrases that refer back to it at the start of a sentence."""
     relations: tuple[Relation, ...]
 
 

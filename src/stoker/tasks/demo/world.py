@@ -1,8 +1,8 @@
-"""Makes a SQuAD-format data set about an invented world: people, towns and works with names nobody has ever read.
+"""Generates a SQuAD-format data set about an invented world of people, towns and works with made-up names.
 
-Every context tells of three things of the same kind, so that each question has two distractors with an answer of its own
-type, and of each thing some facts are told, in changing words and order. A model that has not learned to read the text has
-no way to guess. The same seed gives the same world.
+Every context describes three things of the same kind, with some facts about each in varying words and order, so that each
+question has two distractors of the right type. A model that does not read the text cannot guess the answer. The same seed
+gives the same world.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Names:
 
 
 def make_world(questions: int, *, seed: int, training: bool, per_context: int = 4) -> list[Question]:
-    """So many questions about as many contexts as they need. Wordings kept out of training appear only without it."""
+    """`questions` questions about as many contexts as needed. Some wordings appear only if not `training`."""
     chance = random.Random(f"{seed}-{training}")
     names = _Names(chance)
     made: list[Question] = []
@@ -101,14 +101,14 @@ def _context(kind: Kind, names: _Names, name: str, training: bool, per_context: 
     objects = {relation: names.distinct(relation.object, 3, tuple(subjects)) for relation in relations}
     parts: list[tuple[str, int, Relation | None, str]] = []  # sentence, subject, relation, object
     for about in chance.sample(range(3), 3):
-        told = chance.sample(relations, chance.choice((2, 2, 3)))
-        for position, relation in enumerate(told):
-            saying = chance.choice(relation.sayings)
+        facts = chance.sample(relations, chance.choice((2, 2, 3)))
+        for position, relation in enumerate(facts):
+            statement = chance.choice(relation.statements)
             if position == 0:
-                while "{P}" in saying:  # nothing to refer back to yet
-                    saying = chance.choice(relation.sayings)
+                while "{P}" in statement:  # nothing to refer back to yet
+                    statement = chance.choice(relation.statements)
             value = objects[relation][about]
-            sentence = _said(saying, subjects[about], value, chance.choice(kind.back))
+            sentence = _sentence(statement, subjects[about], value, chance.choice(kind.back))
             parts.append((sentence, about, relation, value))
     if chance.random() < 0.5:
         parts.insert(chance.randrange(len(parts) + 1), (chance.choice(_FILLERS), -1, None, ""))
@@ -127,8 +127,8 @@ def _context(kind: Kind, names: _Names, name: str, training: bool, per_context: 
     return asked
 
 
-def _said(saying: str, subject: str, value: str, back: str) -> str:
-    sentence = saying.format(s=subject, S=subject[0].upper() + subject[1:], P=back, o=value)
+def _sentence(statement: str, subject: str, value: str, back: str) -> str:
+    sentence = statement.format(s=subject, S=subject[0].upper() + subject[1:], P=back, o=value)
     return sentence[0].upper() + sentence[1:]
 
 

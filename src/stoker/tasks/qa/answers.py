@@ -1,8 +1,8 @@
-"""From logits to answers, by the usual rules, so that the same logits give the same answers as Hugging Face's example does.
+"""Chooses answers from logits, by the rules of Hugging Face's run_qa.py: the same logits give the same answers.
 
-Of each window the `n_best_size` best first and last tokens are paired; pairs that do not make an answer are dropped; over
-all windows of a question the pair with the largest sum of logits wins. With `no_answer`, the score of CLS stands for
-"the text does not say", and wins if it is better by more than a threshold.
+In each window the `n_best_size` best start and end tokens are paired, and invalid pairs are dropped. Over all windows of a
+question, the pair with the largest sum of logits wins. With `no_answer`, the score of CLS stands for "no answer", which wins
+if it is better by more than a threshold.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Answer:
     id: str
     text: str
     probability: float
-    """Of the chosen candidate among the n best."""
+    """Softmax of the chosen candidate's score over the n best."""
     no_answer_lead: float | None
-    """By how much the empty answer's score exceeds that of the best other; None if empty answers were not asked for."""
+    """By how much the empty answer's score exceeds that of the best other; None without `no_answer`."""
     candidates: tuple[Candidate, ...]
 
     @property
@@ -56,7 +56,7 @@ def choose_answers(
     no_answer: bool = False,
     null_score_diff_threshold: float = 0.0,
 ) -> list[Answer]:
-    """One answer per question, in their order. `logits` holds start and end logits of each window, padded or not."""
+    """One answer per question, in order. `logits` are the start and end logits of each window, padded or not."""
     if len(logits) != len(windows):
         raise ValueError(f"logits: {len(logits)} rows for {len(windows)} windows")
     by_question: dict[int, list[int]] = {}
@@ -96,7 +96,7 @@ def _pairs(
 
 
 def _best(logits: Floats, count: int) -> NDArray[np.intp]:
-    """Positions of the `count` largest, largest first; equal ones in the order that the usual recipe has them in."""
+    """Positions of the `count` largest logits, largest first; ties in run_qa.py's order."""
     return np.argsort(logits)[-1 : -count - 1 : -1]
 
 
@@ -113,7 +113,7 @@ def _ranked(
         best.append((null[0], 0, 0, null[1], null[2]))
     candidates = [Candidate(context[begin:end], begin, end, s, e) for _, begin, end, s, e in best]
     if not candidates or (len(candidates) == 1 and not candidates[0].text):
-        # No pair makes an answer, yet something must be answered; the word is the usual recipe's.
+        # No pair is valid, and run_qa.py then answers "empty".
         candidates.insert(0, Candidate("empty", 0, 0, 0.0, 0.0))
     scores = np.array([c.start_logit + c.end_logit for c in candidates])
     shares = np.exp(scores - scores.max())

@@ -1,4 +1,4 @@
-"""Answers a question about a text with a trained model, and shows the sentence that the answer stands in."""
+"""Answers a question about a text with a trained model, and shows the sentence that contains the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from stoker.errors import UserError
 from stoker.tasks.collate import Collator
 from stoker.tasks.files import is_unicode
-from stoker.tasks.loading import check_vocabulary, config_of, model_of, most_tokens, tokenizer_of
+from stoker.tasks.loading import load_pretrained, most_tokens
 from stoker.tasks.qa.answers import Answer, choose_answers
 from stoker.tasks.qa.data import Question
 from stoker.tasks.qa.features import make_windows
@@ -24,7 +24,7 @@ __all__ = ["Asker", "sentence_around", "show"]
 
 @dataclass(frozen=True)
 class Asker:
-    """A model ready to be asked."""
+    """A loaded question-answering model."""
 
     model: Any
     tokenizer: Any
@@ -38,24 +38,20 @@ class Asker:
         from stoker.model import optimize
 
         if os.path.isdir(name) and not os.path.exists(os.path.join(name, "config.json")):
-            raise UserError(f"{name} holds no model: there is no config.json in it")
-        settings: dict[str, Any] = {"flag": "--model", "trust_remote_code": False}
-        config = config_of(name, **settings)
-        tokenizer = tokenizer_of(name, **settings)
-        check_vocabulary(tokenizer, config, name)
+            raise UserError(f"{name} does not contain a model: it has no config.json")
         kind = "question-answering model"
-        model, untrained = model_of(AutoModelForQuestionAnswering, name, config, what=kind, **settings)
+        tokenizer, model, untrained = load_pretrained(AutoModelForQuestionAnswering, name, what=kind)
         if untrained:
             raise UserError(
-                f"{name} has not learned to answer questions (it has no {', '.join(untrained[:2])}); "
-                "`stoker train qa` teaches it"
+                f"{name} is not trained for question answering (it has no {', '.join(untrained[:2])}); "
+                "train it with `stoker train qa`"
             )
         model = model.eval()
         room = min(max_seq_length, most_tokens(max_seq_length, tokenizer, model.config))
         return cls(optimize(model, dtype=torch.float32), tokenizer, room, min(doc_stride, room // 3))
 
     def ask(self, question: str, text: str, *, no_answer: bool = False) -> Answer:
-        """The best answer; empty if there is none, or with `no_answer` if none is likelier."""
+        """The best answer; empty if there is none, or if `no_answer` is set and "no answer" scores better."""
         for value, what in ((question, "question"), (text, "text")):
             if not value.strip():
                 raise UserError(f"the {what} is empty")
@@ -83,13 +79,13 @@ class Asker:
                     real = batch["attention_mask"][row].bool()
                     logits.append((output.start_logits[row][real].numpy(), output.end_logits[row][real].numpy()))
         answer = choose_answers(windows, logits, no_answer=no_answer)[0]
-        if answer.text and answer.chosen.end == 0:  # the usual recipe's stand-in where no two tokens make an answer
+        if answer.text and answer.chosen.end == 0:  # "empty", which stands for no valid pair of tokens
             return replace(answer, text="", probability=0.0)
         return answer
 
 
 def sentence_around(text: str, begin: int, end: int) -> tuple[int, int]:
-    """Begin and end of the sentence that holds text[begin:end]; ends of sentences by their punctuation."""
+    """Begin and end of the sentence that contains text[begin:end], by punctuation."""
     ends = [match.end() for match in re.finditer(r"[.!?](?=[\s\"')\]]|$)|\n{2,}", text)]
     first = max((at for at in ends if at <= begin), default=0)
     last = min((at for at in ends if at >= end), default=len(text))
@@ -99,12 +95,14 @@ def sentence_around(text: str, begin: int, end: int) -> tuple[int, int]:
 
 
 def show(console: Console, answer: Answer, text: str) -> None:
-    """Prints the answer, its score, and the sentence it stands in with the answer marked."""
+    """Prints the answer, its score, and its sentence with the answer highlighted."""
     if not answer.text and not answer.probability:
-        console.print(Text("no answer was found", style="bold"))
+        console.print(Text("no answer found", style="bold"))
         return
     if not answer.text:
-        console.print(Text.assemble(("the text does not say", "bold"), f"  (score {answer.probability:.2f})"))
+        console.print(
+            Text.assemble(("the text does not contain an answer", "bold"), f"  (score {answer.probability:.2f})")
+        )
         return
     console.print(Text.assemble((answer.text, "bold green"), f"  (score {answer.probability:.2f})"))
     chosen = answer.chosen

@@ -1,6 +1,6 @@
-"""Questions about texts, read from the official nested SQuAD JSON (v1.1, v2.0) or from any flat table.
+"""Reads questions about texts from the official nested SQuAD JSON (v1.1, v2.0) or from a flat table.
 
-A row that cannot be used is a fault of its file, with its place; what is returned is sound.
+Rows that cannot be used are reported through `Faults` with their position; only valid questions are returned.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Question:
 
 
 class Unusable(ValueError):
-    """A row that is no question; the message says why."""
+    """A row that is not a valid question; the message says why."""
 
 
 def read_questions(path: str | Path, *, training: bool, strict: bool = False, labelled: bool = True) -> list[Question]:
-    """The sound questions of a file. `training`: answers must stand where the file says; else only their text counts."""
+    """The valid questions of a file. With `training`, answers must be at their offsets; else only their text counts."""
     path = Path(path)
     faults = Faults(str(path), strict)
     rows = _rows(path, faults)
     questions = collect(rows, faults, training=training, labelled=labelled)
     faults.settle(len(questions))
     if not questions:
-        raise UserError(f"{path} holds no question")
+        raise UserError(f"{path} contains no questions")
     return questions
 
 
@@ -73,7 +73,7 @@ def _rows(path: Path, faults: Faults) -> Iterator[Row]:
 
 
 def _nested(path: Path, data: list[Any], faults: Faults) -> Iterator[Row]:
-    """The official layout: articles hold paragraphs, paragraphs hold a context and questions about it."""
+    """The official layout: articles contain paragraphs, and these a context with its questions."""
     for a, article in enumerate(data, 1):
         place = f"{path}, article {a}"
         if not isinstance(article, dict) or not isinstance(article.get("paragraphs"), list):
@@ -94,7 +94,7 @@ def _nested(path: Path, data: list[Any], faults: Faults) -> Iterator[Row]:
 
 
 def question_of(values: dict[str, Any], default_id: str, *, training: bool, labelled: bool = True) -> Question:
-    """A question from a row's columns; Unusable with the reason if it is none."""
+    """The question in a row; raises Unusable with the reason if there is none."""
     for name in ("question", "context"):
         if name not in values:
             raise Unusable(f"has no column {name!r}; its columns are {', '.join(map(str, values)) or 'none'}")
@@ -103,11 +103,11 @@ def question_of(values: dict[str, Any], default_id: str, *, training: bool, labe
         if not values[name].strip():
             raise Unusable(f"its {name} is empty")
         if not is_unicode(values[name]):
-            raise Unusable(f"its {name} holds half a character (a lone surrogate, as from a wrong encoding)")
+            raise Unusable(f"its {name} contains a lone surrogate (half a character, as from a wrong encoding)")
     context: str = values["context"]
     texts, starts = _answers(values) if labelled else ((), ())
     if str(values.get("is_impossible")).lower() in {"true", "1"}:
-        texts, starts = (), ()  # v2.0 keeps plausible but wrong answers elsewhere; some files keep them here
+        texts, starts = (), ()  # some v2.0 files list plausible but wrong answers here
     if training:
         for text, start in zip(texts, starts, strict=True):
             if context[start : start + len(text)] != text or start < 0:
@@ -116,7 +116,7 @@ def question_of(values: dict[str, Any], default_id: str, *, training: bool, labe
     identity = values.get("id")
     name = default_id if identity in (None, "") else str(identity)
     if not is_unicode(name):
-        raise Unusable("its id holds half a character (a lone surrogate)")
+        raise Unusable("its id contains a lone surrogate (half a character)")
     return Question(name, values["question"], context, texts, starts)
 
 
@@ -143,7 +143,7 @@ def _answers(values: dict[str, Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     try:
         return tuple(texts), tuple(int(start) for start in starts)
     except (TypeError, ValueError, OverflowError):
-        raise Unusable(f"one of its offsets is no number: {starts!r}") from None
+        raise Unusable(f"one of its offsets is not a number: {starts!r}") from None
 
 
 def _listed(value: Any) -> list[Any]:
@@ -155,7 +155,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _parsed(value: Any) -> Any:
-    """Tables keep the answers as JSON or as Python wrote them; both are read as data, never executed."""
+    """Tables contain answers as JSON or as Python literals; both are parsed as data, never executed."""
     if not isinstance(value, str):
         return value
     if not value.strip():

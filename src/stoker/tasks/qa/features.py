@@ -1,8 +1,8 @@
-"""Questions as model inputs: overlapping windows over their contexts, with the answer's first and last token in each.
+"""Questions as model inputs: overlapping windows over their contexts, labelled with the answer's first and last token.
 
-Held as a few flat arrays (tokens of each distinct text, one row of numbers per window); input ids are put together when a
-window is asked for. Windows and labels are those of the usual recipe: at most `max_seq_length` tokens, neighbours overlap
-by `doc_stride`, a window that does not hold the whole answer points to its first token (CLS).
+Stored as a few flat arrays (tokens of each distinct text, one row of numbers per window); input ids are assembled when a
+window is read. Windows and labels are those of run_qa.py: at most `max_seq_length` tokens, an overlap of `doc_stride`, and CLS
+as the label of a window that does not contain the whole answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Windows(torch.utils.data.Dataset[dict[str, Any]]):
     rows: NDArray[np.int32]
     """(windows, 6): question, question text, context, first context token, end context token, position of CLS."""
     labels: NDArray[np.int32]
-    """(windows, 2): first and last token of the answer in the window, CLS where it is not there."""
+    """(windows, 2): first and last token of the answer in the window; CLS if it is not in it."""
     template: Template
     context_first: bool
     training: bool
@@ -67,7 +67,7 @@ class Windows(torch.utils.data.Dataset[dict[str, Any]]):
         return [self.questions[self.rows[index, 0]].id for index in indices]
 
     def context_of(self, index: int) -> tuple[int, NDArray[np.int32]]:
-        """Position at which a window's context begins, and the characters that its tokens stand for."""
+        """Position at which a window's context begins, and the character spans of its tokens."""
         question, context, begin, end = self.rows[index, 1:5]
         length = len(self.question_tokens[question])
         at = self.template.text_begin(0) if self.context_first else self.template.text_begin(1, length)
@@ -83,8 +83,8 @@ def make_windows(
     training: bool,
     fresh: bool = False,
 ) -> Windows:
-    """The windows of all questions, from the cache if they were made before."""
-    # Where padding goes left, the usual recipe puts the context first.
+    """The windows of all questions. Tokens come from the cache if these texts were tokenized before."""
+    # With padding on the left, run_qa.py puts the context first.
     context_first = tokenizer.padding_side == "left"
     template = Template.read(tokenizer, 2)
     asked, asked_index = distinct([question.question for question in questions])
@@ -153,14 +153,14 @@ def _check_room(
     name = next(question.id for question in questions if question.question == asked[longest])
     needed = int(tokens.lengths[longest]) + template.specials
     raise UserError(
-        f"question {name!r} has {int(tokens.lengths[longest])} tokens: with {template.specials} special ones it leaves "
+        f"question {name!r} has {int(tokens.lengths[longest])} tokens; with {template.specials} special ones it leaves "
         f"{max(room, 0)} of --max_seq_length {max_seq_length} for the text, and windows overlap by --doc_stride {doc_stride}; "
         f"use --max_seq_length {needed + doc_stride + 1} or more, a smaller --doc_stride, or shorten the question"
     )
 
 
 def _pieces(total: int, room: int, overlap: int) -> list[tuple[int, int]]:
-    """Ranges of at most `room` that cover `total`, each beginning `room - overlap` after the last."""
+    """Ranges of at most `room` that cover `total`, each starting `room - overlap` after the previous one."""
     pieces, begin = [], 0
     while True:
         end = min(begin + room, total)
@@ -171,7 +171,7 @@ def _pieces(total: int, room: int, overlap: int) -> list[tuple[int, int]]:
 
 
 def _answer_tokens(question: Question, spans: NDArray[np.int32]) -> tuple[int, int] | None:
-    """First and last context token of the first answer; None without an answer."""
+    """First and last context token of the first answer; None if there is no answer."""
     if not question.starts or not len(spans):
         return None
     begin = question.starts[0]

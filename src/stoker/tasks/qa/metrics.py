@@ -1,7 +1,7 @@
 """Exact match and F1 as SQuAD defines them, for v1.1 and for v2.0 with its unanswerable questions.
 
-Answers are compared after lower-casing and after dropping punctuation, English articles and surplus space; F1 is that of
-the two bags of words. Of several accepted answers the best counts.
+Answers are compared after lower-casing and after dropping punctuation, English articles and extra spaces; F1 compares
+the two bags of words. With several accepted answers, the best score counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def exact_match(prediction: str, truth: str) -> float:
 
 
 def f1(prediction: str, truth: str) -> float:
-    """F1 as v1.1 computes it: no words in common is 0, also when both are empty."""
+    """F1 as v1.1 computes it: 0 without common words, even if both are empty."""
     predicted, true = normalized(prediction).split(), normalized(truth).split()
     common = sum((Counter(predicted) & Counter(true)).values())
     if common == 0:
@@ -38,7 +38,7 @@ def f1(prediction: str, truth: str) -> float:
 
 
 def _f1_v2(prediction: str, truth: str) -> float:
-    """v2.0: an empty answer is right exactly where an empty one is expected."""
+    """v2.0: an empty answer is correct exactly if an empty one is expected."""
     if not normalized(prediction) or not normalized(truth):
         return float(normalized(prediction) == normalized(truth))
     return f1(prediction, truth)
@@ -66,10 +66,10 @@ def squad_v2(
     no_answer: Mapping[str, float] | None = None,
     threshold: float = 1.0,
 ) -> dict[str, float]:
-    """v2.0: scores overall and apart for answerable and unanswerable questions, and the best reachable by a threshold.
+    """v2.0: scores over all questions, over answerable and unanswerable ones, and the best that a threshold could reach.
 
-    `no_answer` gives each question a number that is the higher the less it seems answerable; above `threshold` the
-    prediction counts as empty. Without it, predictions count as they are.
+    `no_answer` is a score per question that is higher the less answerable it seems; above `threshold` the prediction counts
+    as empty. Without it, predictions are used as they are.
     """
     no_answer = no_answer or {}
     exact: dict[str, float] = {}
@@ -109,7 +109,7 @@ def _best_threshold(
     no_answer: Mapping[str, float],
     answerable: Mapping[str, bool],
 ) -> tuple[float, float]:
-    """The best total over all thresholds, and the threshold: questions turn from empty to answered in order of score."""
+    """The best score over all thresholds, and that threshold: questions turn from empty to answered in order of score."""
     current = best = float(sum(not answerable[key] for key in raw))
     threshold = 0.0
     for key in sorted(raw, key=lambda key: no_answer.get(key, 0.0)):

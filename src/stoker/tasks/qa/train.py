@@ -11,7 +11,6 @@ import numpy as np
 
 from stoker.hf.trainer import Trainer
 from stoker.tasks import hub, training_run
-from stoker.tasks.collate import Collator
 from stoker.tasks.faults import Faults
 from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, row_length
 from stoker.tasks.qa.answers import Answer, choose_answers
@@ -20,22 +19,22 @@ from stoker.tasks.qa.features import Windows, make_windows
 from stoker.tasks.qa.metrics import exact_match, squad, squad_v2
 from stoker.tasks.training_options import DataOptions, check_best
 
-# No postponed annotations here: HfArgumentParser reads the types of these fields.
+# No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
 __all__ = ["QaOptions", "QaTrainer", "main"]
 
 log = logging.getLogger("stoker")
 
-# What evaluations can be compared by. They ask for answers, as run_qa.py does, so there is no loss among it.
+# What --metric_for_best_model may name. As in run_qa.py, evaluation computes answers and no loss.
 _METRICS = ("exact_match", "f1")
 _V2_METRICS = ("exact", "f1", "HasAns_exact", "HasAns_f1", "NoAns_exact", "NoAns_f1", "best_exact", "best_f1")
 
 
 @dataclass
 class QaOptions(DataOptions):
-    """Data and the rules of answering."""
+    """Data, and how answers are chosen."""
 
-    max_seq_length: int = field(default=384, metadata={"help": "Most tokens of question and text together."})
+    max_seq_length: int = field(default=384, metadata={"help": "Maximum tokens of question and text together."})
     pad_to_max_length: bool = field(
         default=True, metadata={"help": "Accepted for old commands; padding never enters the model."}
     )
@@ -47,11 +46,11 @@ class QaOptions(DataOptions):
     )
     doc_stride: int = field(default=128, metadata={"help": "Tokens by which windows over a long text overlap."})
     n_best_size: int = field(default=20, metadata={"help": "Candidates considered per window and kept per question."})
-    max_answer_length: int = field(default=30, metadata={"help": "Most tokens of an answer."})
+    max_answer_length: int = field(default=30, metadata={"help": "Maximum tokens of an answer."})
 
 
 class QaTrainer(Trainer):
-    """Evaluates by answering: logits of all windows, one answer per question, EM and F1."""
+    """Evaluates by choosing one answer per question from the logits of all windows; reports EM and F1."""
 
     def __init__(self, *rest: Any, options: QaOptions, **named: Any) -> None:
         super().__init__(*rest, **named)
@@ -59,14 +58,14 @@ class QaTrainer(Trainer):
         self.last_answers: list[Answer] = []
 
     def answers(self, windows: Windows, description: str) -> list[Answer]:
-        """An answer for every question of `windows`."""
-        # Joining the logits of all batches would copy them anew with every batch.
-        together, self.args.eval_do_concat_batches = self.args.eval_do_concat_batches, False
+        """One answer for every question of `windows`."""
+        # Concatenating the logits of all batches would copy them again for every batch.
+        concatenate, self.args.eval_do_concat_batches = self.args.eval_do_concat_batches, False
         try:
             loader = self.get_test_dataloader(windows)
             output = self.evaluation_loop(loader, description, prediction_loss_only=False)
         finally:
-            self.args.eval_do_concat_batches = together
+            self.args.eval_do_concat_batches = concatenate
         rows: list[tuple[np.ndarray, np.ndarray]] = []
         lengths, left = windows.lengths, windows.context_first
         for batch in output.predictions:
@@ -109,7 +108,7 @@ def score(answers: Sequence[Answer], questions: Sequence[Question], options: QaO
     predictions = {answer.id: answer.text for answer in answers}
     if not options.version_2_with_negative:
         return squad(predictions, questions)
-    # As the usual recipe does: predictions are final, and the leads of "no answer" are not handed on.
+    # As run_qa.py does: predictions are final, and the scores of "no answer" are not passed on.
     return squad_v2(predictions, questions)
 
 
@@ -138,7 +137,7 @@ def examples(answers: Sequence[Answer], questions: Sequence[Question], most: int
 
 
 def save_answers(folder: Path, prefix: str, answers: Sequence[Answer], options: QaOptions) -> None:
-    """Predictions and n-best candidates under the names that the usual recipe gives them."""
+    """Writes predictions and n-best candidates under run_qa.py's file names."""
     training_run.write_json(folder / f"{prefix}_predictions.json", {answer.id: answer.text for answer in answers})
     best = {
         answer.id: [
@@ -165,22 +164,10 @@ def main(argv: list[str]) -> int:
     tokenizer = load_tokenizer(job.model)
     check_vocabulary(tokenizer, config, job.model.model_name_or_path)
     options.max_seq_length = row_length(options.max_seq_length, tokenizer, config)
-    sets = {split: _windows(job, tokenizer, split) for split, wanted in _splits(args) if wanted}
+    sets = {split: _windows(job, tokenizer, split) for split in training_run.wanted_splits(args)}
     model = load_model(AutoModelForQuestionAnswering, job.model, config)
-    args.remove_unused_columns = False  # items hold what the model takes and nothing else
-    training_run.measure_peak(job)
-    with training_run.argument_errors(job):
-        trainer = QaTrainer(
-            model,
-            args,
-            options=options,
-            train_dataset=sets.get("train"),
-            eval_dataset=sets.get("validation"),
-            processing_class=tokenizer,
-            data_collator=Collator.of(tokenizer),
-        )
+    trainer: QaTrainer = training_run.make_trainer(job, QaTrainer, model, tokenizer, sets, options=options)
     trainer.padded_length = options.max_seq_length if options.pad_to_max_length else None
-    training_run.dress(job, trainer)
     metrics: dict[str, Any] = {}
     if args.do_train:
         training_run.train(job, trainer)
@@ -189,7 +176,7 @@ def main(argv: list[str]) -> int:
         if args.should_save:
             trainer.save_metrics("eval", {**metrics, "eval_samples": len(sets["validation"].questions)})
             save_answers(Path(args.output_dir), "eval", trainer.last_answers, options)
-        job.say(_sentence(metrics, len(sets["validation"].questions)))
+        job.say(_summary(metrics, len(sets["validation"].questions)))
     if args.do_predict:
         answers = trainer.answers(sets["test"], "Prediction")
         if args.should_save:
@@ -199,22 +186,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _splits(args: Any) -> tuple[tuple[str, bool], ...]:
-    return (
-        ("train", args.do_train),
-        ("validation", args.do_eval or args.eval_strategy != "no"),
-        ("test", args.do_predict),
-    )
-
-
 def _windows(job: training_run.Job, tokenizer: Any, split: str) -> Windows:
     options = job.data
     training = split == "train"
-    file, most = {
-        "train": (options.train_file, options.max_train_samples),
-        "validation": (options.validation_file, options.max_eval_samples),
-        "test": (options.test_file, options.max_predict_samples),
-    }[split]
+    file, most = job.source(split)
     if file:
         questions: Sequence[Question] = read_questions(
             file, training=training, strict=options.strict, labelled=split != "test"
@@ -242,6 +217,6 @@ def _windows(job: training_run.Job, tokenizer: Any, split: str) -> Windows:
     )
 
 
-def _sentence(metrics: dict[str, Any], questions: int) -> str:
+def _summary(metrics: dict[str, Any], questions: int) -> str:
     exact = metrics.get("eval_exact_match", metrics.get("eval_exact", 0.0))
     return f"EM {exact:.1f}, F1 {metrics['eval_f1']:.1f} on {questions:,} questions"

@@ -1,0 +1,58 @@
+"""Imports between the packages point one way, and no two source files have the same name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import stoker
+
+ROOT = Path(stoker.__file__).parent
+LAYERS = (("cli",), ("tasks", "launch", "plan"), ("hf",), ("model", "distributed", "comm"), ("kernels",), ("machine",))
+"""A package may import from later layers only, and all packages from the rest: `run_report` and the modules beside it."""
+LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
+EXCEPTIONS = {
+    ("__init__.py", "hf"): "the public API, imported when a name is first used",
+    ("__init__.py", "model"): "the public API, imported when a name is first used",
+    ("__init__.py", "machine"): "the public API, imported when a name is first used",
+    ("__main__.py", "cli"): "`python -m stoker` is the command",
+    ("plan/subject.py", "tasks"): "loads a configuration with the same checks and messages as `stoker train`",
+}
+
+
+def imported_names(source: str) -> Iterator[str]:
+    """Every imported name: at the top, in functions, under TYPE_CHECKING, and as a string (importlib, `python -m`)."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative imports are not used"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"stoker(\.\w+)+", str(node.value)):
+            yield node.value
+
+
+def test_imports_point_from_cli_down_to_machine() -> None:
+    found = set()
+    for path in ROOT.rglob("*.py"):
+        file = str(path.relative_to(ROOT))
+        package, level = file.partition("/")[0], LEVELS.get(file.partition("/")[0], len(LAYERS))
+        for name in imported_names(path.read_text()):
+            target = name.split(".")[1] if name.startswith("stoker.") else ""
+            if target != package and LEVELS.get(target, len(LAYERS) + 1) <= level:
+                found.add((file, target))
+    assert found - EXCEPTIONS.keys() == set(), "these imports are not allowed"
+    assert EXCEPTIONS.keys() - found == set(), "these exceptions are no longer needed"
+
+
+def test_file_names_are_unique() -> None:
+    """Except for `__init__`, subcommands (`cli/X.py`), and files that play the same part in `tasks/qa` and `tasks/classify`."""
+    places = defaultdict(set)
+    for path in ROOT.rglob("*.py"):
+        file = str(path.relative_to(ROOT))
+        if path.stem != "__init__" and not file.startswith("cli/"):
+            places[path.stem].add(re.sub(r"^tasks/(qa|classify)/", "tasks/TASK/", file))
+    assert {stem: files for stem, files in places.items() if len(files) > 1} == {}
