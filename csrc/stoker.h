@@ -238,7 +238,6 @@ typedef struct stoker_product_call {
   const int64_t* depths;    // (terms)
   void* c;                  // (rows, columns) of c_dtype, rows c_stride apart
   const void* bias;         // (columns) or null
-  const void* sgemm;        // cblas_sgemm of a BLAS with 32-bit integers, called by every thread; null: the own engine
   int64_t terms, rows, columns, c_stride;
   int32_t c_dtype, bias_dtype, threads;
 } stoker_product_call;

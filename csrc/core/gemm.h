@@ -8,13 +8,14 @@
 #include <sys/mman.h>
 #endif
 
-#if defined(__SSE__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "core/types.h"
@@ -83,43 +84,70 @@ class Scratch {
   int64_t capacity_ = 0, used_ = 0;
 };
 
-// Rows of B (depth x columns, B[p][j] = from[p * stride + j]) into panels of kPanel columns, zero-filled at the right.
-// Panel n starts at panels + n * kPanel * depth.
+// At most kPanel numbers, zero-filled at the right.
 template <typename Scalar>
-inline void pack_rows(const Scalar* from, int64_t stride, int64_t depth, int64_t columns, float* panels) {
-  for (int64_t first = 0; first < columns; first += kPanel) {
-    const int64_t width = std::min<int64_t>(kPanel, columns - first);
-    for (int64_t p = 0; p < depth; ++p) {
-      const Scalar* row = from + p * stride + first;
-      if (width == kPanel) {
+inline void pack_row(const Scalar* from, int64_t width, float* to) {
+  if (width >= kPanel) {
 #pragma omp simd
-        for (int j = 0; j < kPanel; ++j) panels[j] = load(row[j]);
-      } else {
-        for (int j = 0; j < kPanel; ++j) panels[j] = j < width ? load(row[j]) : 0.0f;
-      }
-      panels += kPanel;
-    }
+    for (int j = 0; j < kPanel; ++j) to[j] = load(from[j]);
+  } else {
+    for (int j = 0; j < kPanel; ++j) to[j] = j < width ? load(from[j]) : 0.0f;
   }
 }
 
-// Four rows of four numbers become four columns. Scalar stores one number at a time cost attention a tenth of its time.
+// Rows of B (depth x columns, B[p][j] = from[p * stride + j]) into panels of kPanel columns.
+// Panel n starts at panels + n * kPanel * depth.
 template <typename Scalar>
-inline void transpose_4x4(const Scalar* from, int64_t stride, float* to, int64_t to_stride) {
-#if defined(__SSE__)
-  alignas(16) float rows[4][4];
-  for (int i = 0; i < 4; ++i)
-    for (int j = 0; j < 4; ++j) rows[i][j] = load(from[i * stride + j]);
-  __m128 a = _mm_load_ps(rows[0]), b = _mm_load_ps(rows[1]), c = _mm_load_ps(rows[2]), d = _mm_load_ps(rows[3]);
-  _MM_TRANSPOSE4_PS(a, b, c, d);
-  _mm_storeu_ps(to, a);
-  _mm_storeu_ps(to + to_stride, b);
-  _mm_storeu_ps(to + 2 * to_stride, c);
-  _mm_storeu_ps(to + 3 * to_stride, d);
-#else
-  for (int i = 0; i < 4; ++i)
-    for (int j = 0; j < 4; ++j) to[j * to_stride + i] = load(from[i * stride + j]);
-#endif
+inline void pack_rows(const Scalar* from, int64_t stride, int64_t depth, int64_t columns, float* panels) {
+  for (int64_t first = 0; first < columns; first += kPanel)
+    for (int64_t p = 0; p < depth; ++p, panels += kPanel) pack_row(from + p * stride + first, columns - first, panels);
 }
+
+// kTranspose rows of kTranspose numbers become columns. Stores of one number at a time cost attention a tenth of its time.
+#if defined(__AVX2__)
+constexpr int kTranspose = 8;
+
+inline __m256 load_eight(const float* from) { return _mm256_loadu_ps(from); }
+inline __m256 load_eight(const bf16* from) {
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+template <typename Scalar>
+inline void transpose_square(const Scalar* from, int64_t stride, float* to, int64_t to_stride) {
+  __m256 row[8], pair[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) row[i] = load_eight(from + i * stride);
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    pair[i] = _mm256_unpacklo_ps(row[i], row[i + 1]);
+    pair[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {  // the upper four rows of `row` become the left halves of the columns
+    const __m256* p = pair + 4 * half;
+    row[4 * half] = _mm256_shuffle_ps(p[0], p[2], 0x44);
+    row[4 * half + 1] = _mm256_shuffle_ps(p[0], p[2], 0xee);
+    row[4 * half + 2] = _mm256_shuffle_ps(p[1], p[3], 0x44);
+    row[4 * half + 3] = _mm256_shuffle_ps(p[1], p[3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(row[i], row[4 + i], 0x20));
+    _mm256_storeu_ps(to + (4 + i) * to_stride, _mm256_permute2f128_ps(row[i], row[4 + i], 0x31));
+  }
+}
+#else
+constexpr int kTranspose = 4;
+
+template <typename Scalar>
+inline void transpose_square(const Scalar* from, int64_t stride, float* to, int64_t to_stride) {
+  float rows[4][4];
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 4; ++j) rows[j][i] = load(from[i * stride + j]);
+  for (int i = 0; i < 4; ++i) std::memcpy(to + i * to_stride, rows[i], sizeof rows[i]);
+}
+#endif
 
 // The transpose: columns of B are rows in memory (B[p][j] = from[j * stride + p]).
 template <typename Scalar>
@@ -127,19 +155,15 @@ inline void pack_columns(const Scalar* from, int64_t stride, int64_t depth, int6
   for (int64_t first = 0; first < columns; first += kPanel) {
     const int64_t width = std::min<int64_t>(kPanel, columns - first);
     int64_t j = 0;
-    for (; j + 4 <= width; j += 4) {
-      const Scalar* row = from + (first + j) * stride;
+    for (; j + kTranspose <= width; j += kTranspose) {
+      const Scalar* rows = from + (first + j) * stride;
       int64_t p = 0;
-      for (; p + 4 <= depth; p += 4) transpose_4x4(row + p, stride, panels + p * kPanel + j, kPanel);
+      for (; p + kTranspose <= depth; p += kTranspose) transpose_square(rows + p, stride, panels + p * kPanel + j, kPanel);
       for (; p < depth; ++p)
-        for (int i = 0; i < 4; ++i) panels[p * kPanel + j + i] = load(row[i * stride + p]);
-    }
-    for (; j < width; ++j) {
-      const Scalar* row = from + (first + j) * stride;
-      for (int64_t p = 0; p < depth; ++p) panels[p * kPanel + j] = load(row[p]);
+        for (int i = 0; i < kTranspose; ++i) panels[p * kPanel + j + i] = load(rows[i * stride + p]);
     }
     for (; j < kPanel; ++j)
-      for (int64_t p = 0; p < depth; ++p) panels[p * kPanel + j] = 0.0f;
+      for (int64_t p = 0; p < depth; ++p) panels[p * kPanel + j] = j < width ? load(from[(first + j) * stride + p]) : 0.0f;
     panels += kPanel * depth;
   }
 }

@@ -1,5 +1,5 @@
-// Loops over OpenMP's threads, which no exception may leave, and the guard of every kernel's C function. The pool is torch's own (see kernels/native.py); its size is what torch.set_num_threads set,
-// which Python passes down with every call, so that a caller's thread with another setting is honoured too.
+// Loops over OpenMP's threads, which no exception may leave, and the guard of every kernel's C function. The pool is torch's own
+// (see kernels/native.py). Python passes its size down with every call: torch.set_num_threads is a setting of each thread.
 #pragma once
 
 #include <omp.h>

@@ -1,10 +1,12 @@
 // Products of the linear layers, Y = X W^T + b, dX = dY W, dW = dY^T X, db = column sums of dY.
 //
-// Two engines share the work here; PyTorch's own is the third and never enters this file.
-//   own:      panels of B are packed once by all threads, then tiles of 96 rows by 384 columns are handed out; the sums of a tile
-//             stay in cache and leave it with bias and rounding applied. Operands in bf16 are widened as they are packed.
-//   openblas: tiles are handed out the same way and each is one single-threaded sgemm of OpenBLAS; bf16 tiles are widened first.
-// Tiles are cut by shape alone and each is summed by one thread in a fixed order: results do not depend on the thread count.
+// B is packed into panels, and tiles of the result are handed out to the threads; the sums of a tile stay in cache and leave it
+// with bias and rounding applied. Operands in bf16 are widened as they are packed.
+//   many rows: all threads pack B together, then tiles of 96 rows by 384 columns read the panels several times.
+//   few rows:  panels are read so few times that storing them for all threads costs more than the product (a vocabulary's head
+//              on 64 rows); each thread packs the columns of its own tile, a piece at a time that stays in its cache.
+// Each number of the result is summed by one thread in the same order of the depth whichever way is taken: results depend
+// neither on the thread count nor on the tiles.
 #include <algorithm>
 #include <vector>
 
@@ -14,29 +16,38 @@
 
 namespace stoker {
 
-typedef void (*Sgemm)(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a, int lda,
-                      const float* b, int ldb, float beta, float* c, int ldc);
-
 namespace {
 
 constexpr int64_t kTileRows = 96, kTileColumns = 384;
 constexpr int64_t kDepth = 256;  // a panel of B of this depth is 16 KB on AVX2 and stays in L1 while the tile's rows pass by
 constexpr int64_t kTileStride = kTileColumns + 16;
-constexpr int64_t kBatch = 4;  // panels packed by a thread at a time
 constexpr int64_t kPackedFloats = 4 << 20;  // B is packed in pieces of at most 16 MB, for the last-level cache's sake
+constexpr int64_t kFewRows = 256;
+constexpr int64_t kAhead = 8;  // rows of B that are fetched ahead: a row is too short for the CPU's own prefetching to start
+constexpr int64_t kStripe = 128;  // columns packed by a thread at a time: kDepth deep, they take 128 KB of the L2 cache
+constexpr int64_t kStripeStride = kStripe + 16;
+constexpr int64_t kPanelStride = kPanel * kDepth + 16;  // panels a power of two apart would share the same few cache lines
 
-template <typename Scalar>
-void pack_panel(const stoker_operand& b, int64_t depth, int64_t first, int64_t width, float* panel) {
-  const Scalar* data = static_cast<const Scalar*>(b.data);
-  if (b.column_stride == 1) {
-    pack_rows(data + first, b.row_stride, depth, width, panel);
-    return;
-  }
-  // Rows of W become columns. Pieces of 64 along the depth keep what is written in L1.
-  for (int64_t from = 0; from < depth; from += 64) {
-    const int64_t count = std::min<int64_t>(64, depth - from);
-    pack_columns(data + first * b.column_stride + from, b.column_stride, count, width, panel + from * kPanel);
-  }
+// Columns [first, first + columns) and depth [from, from + count) of B as panels, panel_stride floats apart.
+void pack_panels(const stoker_operand& b, int64_t from, int64_t count, int64_t first, int64_t columns, float* panels,
+                 int64_t panel_stride) {
+  for_dtype(b.dtype, [&](auto* tag) {
+    const auto* data = static_cast<const std::remove_pointer_t<decltype(tag)>*>(b.data);
+    data += from * b.row_stride + first * b.column_stride;
+    if (b.column_stride == 1) {
+      // Row by row through all panels: memory is read in order.
+      for (int64_t p = 0; p < count; ++p)
+        for (int64_t j = 0; j < columns; j += kPanel) {
+          __builtin_prefetch(data + (p + kAhead) * b.row_stride + j);
+          pack_row(data + p * b.row_stride + j, std::min<int64_t>(kPanel, columns - j),
+                   panels + j / kPanel * panel_stride + p * kPanel);
+        }
+    } else {
+      for (int64_t j = 0; j < columns; j += kPanel)
+        pack_columns(data + j * b.column_stride, b.column_stride, count, std::min<int64_t>(kPanel, columns - j),
+                     panels + j / kPanel * panel_stride);
+    }
+  });
 }
 
 // Rows [row, row + rows) and depth [from, from + depth) of A, dense. Keeps the order of memory: the strides say which it is.
@@ -91,133 +102,95 @@ void store_tile_any(const stoker_product_call& product, int64_t row, int64_t row
   });
 }
 
-// --- own engine ---------------------------------------------------------------------------------------------------------
+// f(term, from, count, before) for the pieces of the depth in the order in which they are summed; `before` is the depth of all
+// pieces before this one.
+template <typename F>
+void for_pieces(const stoker_product_call& product, F&& f) {
+  int64_t before = 0;
+  for (int64_t term = 0; term < product.terms; ++term) {
+    for (int64_t from = 0; from < product.depths[term]; from += kDepth) {
+      const int64_t count = std::min(kDepth, product.depths[term] - from);
+      f(term, from, count, before);
+      before += count;
+    }
+  }
+}
 
-void own_tile(const stoker_product_call& product, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* packed,
-              int64_t packed_depth, int64_t first_column) {
+// One piece of the depth into the sums of a tile: the first starts them. `panels` are B's, `block` is scratch for A's rows.
+void sum_piece(const stoker_operand& a, int64_t from, int64_t count, bool first, int64_t row, int64_t rows, int64_t columns,
+               const float* panels, int64_t panel_stride, float* block, float* tile, int64_t tile_stride) {
+  int64_t row_stride = 0, depth_stride = 0;
+  for_dtype(a.dtype, [&](auto* tag) {
+    pack_block<std::remove_pointer_t<decltype(tag)>>(a, row, rows, from, count, block, &row_stride, &depth_stride);
+  });
+  const auto sum = first ? multiply<false> : multiply<true>;
+  sum(rows, columns, count, block, row_stride, depth_stride, panels, panel_stride, tile, tile_stride);
+}
+
+// --- Few rows: each task packs its own columns of B ------------------------------------------------------------------------
+
+void few_rows(const stoker_product_call& product) {
+  parallel_tasks((product.columns + kStripe - 1) / kStripe, product.threads, [&](int64_t task) {
+    const int64_t column = task * kStripe, columns = std::min(kStripe, product.columns - column);
+    Scratch& scratch = Scratch::of_this_thread();
+    scratch.reserve(product.rows * kStripeStride + kTileRows * kDepth + kStripe / kPanel * kPanelStride + 64);
+    float* tile = scratch.take(product.rows * kStripeStride);
+    float* block = scratch.take(kTileRows * kDepth);
+    float* panels = scratch.take(kStripe / kPanel * kPanelStride);
+    for_pieces(product, [&](int64_t term, int64_t from, int64_t count, int64_t before) {
+      pack_panels(product.b[term], from, count, column, columns, panels, kPanelStride);
+      for (int64_t row = 0; row < product.rows; row += kTileRows)
+        sum_piece(product.a[term], from, count, before == 0, row, std::min(kTileRows, product.rows - row), columns, panels,
+                  kPanelStride, block, tile + row * kStripeStride, kStripeStride);
+    });
+    store_tile_any(product, 0, product.rows, column, columns, tile, kStripeStride);
+  });
+}
+
+// --- Many rows: all threads pack B together ----------------------------------------------------------------------------------
+
+void large_tile(const stoker_product_call& product, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                const float* panels, int64_t panel_stride) {
   Scratch& scratch = Scratch::of_this_thread();
   scratch.reserve(kTileRows * (kTileStride + kDepth) + 64);
   float* tile = scratch.take(kTileRows * kTileStride);
   float* block = scratch.take(kTileRows * kDepth);
-  const int64_t panel_stride = kPanel * packed_depth;
-  const float* panels = packed + (column - first_column) * packed_depth;
-  bool started = false;
-  int64_t done = 0;  // depth of the terms before
-  for (int64_t term = 0; term < product.terms; ++term) {
-    const int64_t depth = product.depths[term];
-    for (int64_t from = 0; from < depth; from += kDepth) {
-      const int64_t count = std::min(kDepth, depth - from);
-      int64_t row_stride = 0, depth_stride = 0;
-      for_dtype(product.a[term].dtype, [&](auto* tag) {
-        pack_block<std::remove_pointer_t<decltype(tag)>>(product.a[term], row, rows, from, count, block, &row_stride,
-                                                         &depth_stride);
-      });
-      const float* piece = panels + (done + from) * kPanel;
-      if (started)
-        multiply<true>(rows, columns, count, block, row_stride, depth_stride, piece, panel_stride, tile, kTileStride);
-      else
-        multiply<false>(rows, columns, count, block, row_stride, depth_stride, piece, panel_stride, tile, kTileStride);
-      started = true;
-    }
-    done += depth;
-  }
-  if (!started) std::fill(tile, tile + kTileRows * kTileStride, 0.0f);
+  for_pieces(product, [&](int64_t term, int64_t from, int64_t count, int64_t before) {
+    sum_piece(product.a[term], from, count, before == 0, row, rows, columns, panels + before * kPanel, panel_stride, block, tile,
+              kTileStride);
+  });
   store_tile_any(product, row, rows, column, columns, tile, kTileStride);
 }
 
-// Panels of [first, first + columns) of product's B, all terms below each other.
-void pack_panels(const stoker_product_call& product, int64_t depth, int64_t first, int64_t panel, int64_t columns, float* packed) {
-  float* to = packed + panel * kPanel * depth;
-  const int64_t column = first + panel * kPanel, width = std::min<int64_t>(kPanel, first + columns - column);
-  for (int64_t term = 0; term < product.terms; ++term) {
-    for_dtype(product.b[term].dtype, [&](auto* tag) {
-      pack_panel<std::remove_pointer_t<decltype(tag)>>(product.b[term], product.depths[term], column, width, to);
-    });
-    to += product.depths[term] * kPanel;
-  }
-}
-
-void own_product(const stoker_product_call& product) {
-  int64_t depth = 0;
-  for (int64_t term = 0; term < product.terms; ++term) depth += product.depths[term];
-  const int64_t widest = std::max<int64_t>(kTileColumns, kPackedFloats / std::max<int64_t>(depth, 1) / kTileColumns * kTileColumns);
+void many_rows(const stoker_product_call& product, int64_t depth) {
+  const int64_t widest = std::max<int64_t>(kTileColumns, kPackedFloats / depth / kTileColumns * kTileColumns);
   static thread_local Scratch shared;  // of the calling thread; not the one its own tiles use
-  shared.reserve(round_up(std::min(widest, product.columns), kPanel) * std::max<int64_t>(depth, 1));
+  const int64_t panel_stride = kPanel * depth + 16;  // see kPanelStride
+  shared.reserve(round_up(std::min(widest, product.columns), kPanel) / kPanel * panel_stride);
   float* packed = shared.take(0);
   const int64_t tile_rows = (product.rows + kTileRows - 1) / kTileRows;
   for (int64_t first = 0; first < product.columns; first += widest) {
     const int64_t columns = std::min(widest, product.columns - first);
-    const int64_t panels = (columns + kPanel - 1) / kPanel, tile_columns = (columns + kTileColumns - 1) / kTileColumns;
-    parallel_tasks((panels + kBatch - 1) / kBatch, product.threads, [&](int64_t batch) {
-      for (int64_t panel = batch * kBatch; panel < std::min(panels, (batch + 1) * kBatch); ++panel)
-        pack_panels(product, depth, first, panel, columns, packed);
+    const int64_t tile_columns = (columns + kTileColumns - 1) / kTileColumns;
+    parallel_tasks((columns + kStripe - 1) / kStripe, product.threads, [&](int64_t task) {
+      const int64_t column = task * kStripe;
+      for_pieces(product, [&](int64_t term, int64_t from, int64_t count, int64_t before) {
+        pack_panels(product.b[term], from, count, first + column, std::min(kStripe, columns - column),
+                    packed + column / kPanel * panel_stride + before * kPanel, panel_stride);
+      });
     });
     parallel_tasks(tile_rows * tile_columns, product.threads, [&](int64_t task) {
-      const int64_t row = task / tile_columns * kTileRows, column = first + task % tile_columns * kTileColumns;
-      own_tile(product, row, std::min(kTileRows, product.rows - row), column,
-               std::min(kTileColumns, first + columns - column), packed, depth, first);
+      const int64_t row = task / tile_columns * kTileRows, column = task % tile_columns * kTileColumns;
+      large_tile(product, row, std::min(kTileRows, product.rows - row), first + column,
+                 std::min(kTileColumns, columns - column), packed + column / kPanel * panel_stride, panel_stride);
     });
   }
 }
 
-// --- OpenBLAS engine ----------------------------------------------------------------------------------------------------
-
-constexpr int kRowMajor = 101, kNoTranspose = 111, kTranspose = 112;  // CBLAS
-
-// A fp32 view of part of an operand: the memory itself, or a widened copy in `buffer`, with the same order of strides.
-const float* widened(const stoker_operand& operand, int64_t row, int64_t rows, int64_t column, int64_t columns, float* buffer,
-                     int64_t* stride) {
-  const bool by_rows = operand.column_stride == 1;
-  const int64_t outer_stride = by_rows ? operand.row_stride : operand.column_stride;
-  const int64_t offset = by_rows ? row * outer_stride + column : column * outer_stride + row;
-  if (operand.dtype == STOKER_FLOAT32) {
-    *stride = outer_stride;
-    return static_cast<const float*>(operand.data) + offset;
-  }
-  const int64_t outer = by_rows ? rows : columns, inner = by_rows ? columns : rows;
-  const bf16* data = static_cast<const bf16*>(operand.data) + offset;
-  for (int64_t i = 0; i < outer; ++i) {
-#pragma omp simd
-    for (int64_t j = 0; j < inner; ++j) buffer[i * inner + j] = load(data[i * outer_stride + j]);
-  }
-  *stride = inner;
-  return buffer;
-}
-
-void openblas_product(const stoker_product_call& product) {
-  const Sgemm sgemm = reinterpret_cast<Sgemm>(const_cast<void*>(product.sgemm));
-  // Large enough that OpenBLAS's own packing disappears, small enough for two dozen tiles in a 2048 x 768 result.
-  constexpr int64_t kRowsPerCall = 256, kColumnsPerCall = 384;
-  int64_t deepest = 1;
-  for (int64_t term = 0; term < product.terms; ++term) deepest = std::max(deepest, product.depths[term]);
-  const int64_t tile_rows = (product.rows + kRowsPerCall - 1) / kRowsPerCall;
-  const int64_t tile_columns = (product.columns + kColumnsPerCall - 1) / kColumnsPerCall;
-  parallel_tasks(tile_rows * tile_columns, product.threads, [&](int64_t task) {
-    const int64_t row = task / tile_columns * kRowsPerCall, column = task % tile_columns * kColumnsPerCall;
-    const int64_t rows = std::min(kRowsPerCall, product.rows - row), columns = std::min(kColumnsPerCall, product.columns - column);
-    Scratch& scratch = Scratch::of_this_thread();
-    scratch.reserve(kRowsPerCall * kColumnsPerCall + (kRowsPerCall + kColumnsPerCall) * deepest + 64);
-    float* tile = scratch.take(kRowsPerCall * kColumnsPerCall);
-    float* a_buffer = scratch.take(kRowsPerCall * deepest);
-    float* b_buffer = scratch.take(kColumnsPerCall * deepest);
-    // Without bias and rounding the result can go straight to its place.
-    const bool direct = product.c_dtype == STOKER_FLOAT32 && !product.bias;
-    float* c = direct ? static_cast<float*>(product.c) + row * product.c_stride + column : tile;
-    const int64_t c_stride = direct ? product.c_stride : kColumnsPerCall;
-    float beta = 0.0f;
-    for (int64_t term = 0; term < product.terms; ++term) {
-      int64_t a_stride, b_stride;
-      const int64_t depth = product.depths[term];
-      const float* a = widened(product.a[term], row, rows, 0, depth, a_buffer, &a_stride);
-      const float* b = widened(product.b[term], 0, depth, column, columns, b_buffer, &b_stride);
-      sgemm(kRowMajor, product.a[term].column_stride == 1 ? kNoTranspose : kTranspose,
-            product.b[term].column_stride == 1 ? kNoTranspose : kTranspose, static_cast<int>(rows), static_cast<int>(columns),
-            static_cast<int>(depth), 1.0f, a, static_cast<int>(a_stride), b, static_cast<int>(b_stride), beta, c,
-            static_cast<int>(c_stride));
-      beta = 1.0f;
-    }
-    if (!direct) store_tile_any(product, row, rows, column, columns, tile, kColumnsPerCall);
-  });
+// Without depth the result is the bias.
+void no_depth(const stoker_product_call& product) {
+  const std::vector<float> zeros(product.columns);
+  for (int64_t row = 0; row < product.rows; ++row) store_tile_any(product, row, 1, 0, product.columns, zeros.data(), 0);
 }
 
 }  // namespace
@@ -247,10 +220,14 @@ STOKER_API int32_t stoker_product(const stoker_product_call* call) {
   using namespace stoker;
   return guarded([&] {
     if (call->rows == 0 || call->columns == 0) return;
-    if (call->sgemm)
-      openblas_product(*call);
+    int64_t depth = 0;
+    for (int64_t term = 0; term < call->terms; ++term) depth += call->depths[term];
+    if (depth == 0)
+      no_depth(*call);
+    else if (call->rows <= kFewRows)
+      few_rows(*call);
     else
-      own_product(*call);
+      many_rows(*call, depth);
   });
 }
 

@@ -8,7 +8,6 @@ rounding: baseline has no fused multiply-add, and sums over a row run in as many
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 import zlib
@@ -288,27 +287,6 @@ def attention(
 
 # --- products, sums, clipping -------------------------------------------------------------------------------------------
 
-_SGEMM = ctypes.CFUNCTYPE(
-    None, *[ctypes.c_int] * 6, ctypes.c_float, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int,
-    ctypes.c_float, ctypes.c_void_p, ctypes.c_int,
-)  # fmt: skip
-
-
-def _matrix(address: int, rows: int, columns: int, stride: int) -> np.ndarray:
-    """Row-major floats in memory, not one beyond the last element."""
-    count = (rows - 1) * stride + columns
-    flat = np.frombuffer((ctypes.c_float * count).from_address(address), np.float32)
-    return np.lib.stride_tricks.as_strided(flat, (rows, columns), (4 * stride, 4))
-
-
-@_SGEMM
-def _sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):  # type: ignore[no-untyped-def]
-    """cblas_sgemm in numpy, so that the engine that calls a BLAS runs without one."""
-    left = _matrix(a, m, k, lda) if trans_a == 111 else _matrix(a, k, m, lda).T
-    right = _matrix(b, k, n, ldb) if trans_b == 111 else _matrix(b, n, k, ldb).T
-    to = _matrix(c, m, n, ldc)
-    to[...] = alpha * (left @ right) + (beta * to if beta else 0)
-
 
 def product(
     native: Native,
@@ -320,7 +298,6 @@ def product(
     order: str,
     whole: bool = False,
     with_bias: bool = False,
-    blas: bool = False,
 ) -> Results:
     """`order` as in linear.py: "nt" forward, "nn" gradient of the input, "tn" gradient of the weight."""
     draw = chance.whole if whole else chance.floats
@@ -337,7 +314,7 @@ def product(
     native.call(
         "product", a=a, b=b, depths=native.place(np.array(depths, np.int64)), terms=len(depths), rows=rows, columns=columns,
         c=c, c_stride=columns, bias=draw(columns) if with_bias else None, c_dtype=dtype, bias_dtype=FP32,
-        sgemm=ctypes.cast(_sgemm, ctypes.c_void_p).value if blas else None, threads=THREADS,
+        threads=THREADS,
     )  # fmt: skip
     del kept
     return {"c": c}
@@ -591,15 +568,15 @@ def _cases() -> Iterator[Case]:
         yield from _either(f"product {order}", product, rows=29, columns=45, depths=(67,), order=order)
         options = {"columns": 37, "depths": (19,), "order": order, "whole": True}
         yield from _either(f"product {order}, whole numbers", product, exact=True, rows=13, **options)
-        yield from _either(
-            f"product {order}, whole numbers, by a BLAS", product, exact=True, rows=13, blas=True, **options
-        )
+        yield from _either(f"product {order}, many rows, whole numbers", product, exact=True, rows=258, **options)
     options = {"order": "nt", "whole": True, "with_bias": True}
     sizes = {"rows": 7, "columns": 35, "depths": (19, 3)}
     yield from _either("product of two terms, bias, whole numbers", product, exact=True, **sizes, **options)
-    # One more than a tile has rows, columns and depth.
-    sizes = {"rows": 97, "columns": 385, "depths": (257,)}
-    yield Case("product of many tiles, whole numbers", partial(product, dtype=FP32, **sizes, **options), exact=True)
+    # One more than a tile has rows, columns and depth, by the ways for few and for many rows.
+    for rows in (97, 257):
+        sizes = {"rows": rows, "columns": 385, "depths": (257,)}
+        case = partial(product, dtype=FP32, **sizes, **options)
+        yield Case(f"product of many tiles, {rows} rows, whole numbers", case, exact=True)
     yield from _either("column sums", column_sums, exact=True, rows=259, columns=67)
     yield Case("norm of many gradients", gradient_norm)
     yield Case("scale of many gradients", gradient_scale, exact=True)

@@ -19,13 +19,13 @@ def _own_cache(monkeypatch, tmp_path):
     engines.forget()
 
 
-def test_an_engine_that_was_uninstalled_is_replaced_once(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(products, "available_engines", lambda: products.ENGINES)
+def test_a_stored_engine_that_no_longer_exists_is_replaced_once(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(products, "ENGINES", ("torch", "stoker", "openblas"))  # as an earlier version had it
     monkeypatch.setattr(engines, "_fastest", lambda *_: "openblas")
     assert engines.choose("nt", 300, 256, 256, torch.float32) == "openblas"
     engines.forget()
     measured: list[int] = []
-    monkeypatch.setattr(products, "available_engines", lambda: ("torch", "stoker"))
+    monkeypatch.setattr(products, "ENGINES", ("torch", "stoker"))
     monkeypatch.setattr(engines, "_fastest", lambda *_: measured.append(1) or "stoker")
     assert [engines.choose("nt", 300, 256, 256, torch.float32) for _ in range(3)] == ["stoker"] * 3
     engines.forget()

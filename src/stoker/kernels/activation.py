@@ -57,11 +57,11 @@ def _kind(operator: str, kind: str) -> int:
 
 
 def _call(name: str, kind: int, dtype: torch.dtype, bias: Tensor | None = None, **fields: Any) -> None:
-    call = native.struct("stoker_activation_call")(
+    call = native.fill(
+        "stoker_activation_call",
         kind=native.constants("stoker_activation")[KINDS[kind].upper()],
         dtype=native.dtype_code(dtype),
         bias_dtype=native.parameter(bias),
-        threads=native.threads(),
         **fields,
     )
     native.call(name, call)
@@ -93,21 +93,25 @@ def _plain_kernel(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
         check_tensor("bias_activation", "bias", bias, shape=[x.shape[-1] if x.dim() else 1])
         bias = bias.contiguous()
     y = _plain_fake(x, bias, kind)
+    _plain_call("stoker_activation_forward", x, bias, kind, y=y)
+    return y
+
+
+def _plain_call(name: str, x: Tensor, bias: Tensor | None, kind: int, **fields: Any) -> None:
     rows, columns = split_rows(x)
     x, stride = _strided_rows(x)
     _call(
-        "stoker_activation_forward",
-        x=x.data_ptr(),
+        name,
+        x=x,
         x_stride=stride,
-        x_bias=native.pointer(bias),
-        y=y.data_ptr(),
+        x_bias=bias,
         rows=rows,
         columns=columns,
         kind=kind,
-        dtype=y.dtype,
+        dtype=x.dtype,
         bias=bias,
+        **fields,
     )
-    return y
 
 
 def _plain_fake(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
@@ -118,23 +122,10 @@ def _plain_backward_kernel(dy: Tensor, x: Tensor, bias: Tensor | None, kind: int
     dy = dy.contiguous()
     bias = None if bias is None else bias.contiguous()
     dx, dbias = _plain_backward_fake(dy, x, bias, kind)
-    rows, columns = split_rows(x)
-    x, stride = _strided_rows(x)
-    _call(
-        "stoker_activation_backward",
-        x=x.data_ptr(),
-        x_stride=stride,
-        x_bias=native.pointer(bias),
-        dy=dy.data_ptr(),
-        dx=dx.data_ptr(),
-        dx_stride=columns,
-        dx_bias=None if bias is None else dbias.data_ptr(),
-        rows=rows,
-        columns=columns,
-        kind=kind,
-        dtype=x.dtype,
-        bias=bias,
-    )
+    _plain_call(
+        "stoker_activation_backward", x, bias, kind, dy=dy, dx=dx, dx_stride=split_rows(x)[1],
+        dx_bias=None if bias is None else dbias,
+    )  # fmt: skip
     return dx, dbias
 
 
@@ -179,26 +170,19 @@ def _halves_kernel(x: Tensor, bias: Tensor | None, kind: int, up_first: bool) ->
         check_tensor("gated_activation", "bias", bias, shape=[x.shape[-1]])
         bias = bias.contiguous()
     y = _halves_fake(x, bias, kind, up_first)
-    rows, columns = split_rows(y)
-    x, stride = _strided_rows(x)
-    gate, up = _halves(columns, up_first)
-    _call(
-        "stoker_activation_forward",
-        x=_address(x, gate),
-        x_stride=stride,
-        x_bias=_address(bias, gate),
-        up=_address(x, up),
-        up_stride=stride,
-        up_bias=_address(bias, up),
-        y=y.data_ptr(),
-        rows=rows,
-        columns=columns,
-        kind=kind,
-        gated=True,
-        dtype=y.dtype,
-        bias=bias,
-    )
+    _halves_call("stoker_activation_forward", x, bias, kind, up_first, y=y)
     return y
+
+
+def _halves_call(name: str, x: Tensor, bias: Tensor | None, kind: int, up_first: bool, **fields: Any) -> None:
+    rows, width = split_rows(x)
+    gate, up = _halves(width // 2, up_first)
+    x, stride = _strided_rows(x)
+    _call(
+        name, x=_address(x, gate), x_stride=stride, x_bias=_address(bias, gate),
+        up=_address(x, up), up_stride=stride, up_bias=_address(bias, up),
+        rows=rows, columns=width // 2, kind=kind, gated=True, dtype=x.dtype, bias=bias, **fields,
+    )  # fmt: skip
 
 
 def _halves_fake(x: Tensor, bias: Tensor | None, kind: int, up_first: bool) -> Tensor:
@@ -211,31 +195,13 @@ def _halves_backward_kernel(
     dy = dy.contiguous()
     bias = None if bias is None else bias.contiguous()
     dx, dbias = _halves_backward_fake(dy, x, bias, kind, up_first)
-    rows, columns = split_rows(dy)
-    x, stride = _strided_rows(x)
+    columns = split_rows(dy)[1]
     gate, up = _halves(columns, up_first)
-    _call(
-        "stoker_activation_backward",
-        x=_address(x, gate),
-        x_stride=stride,
-        x_bias=_address(bias, gate),
-        up=_address(x, up),
-        up_stride=stride,
-        up_bias=_address(bias, up),
-        dy=dy.data_ptr(),
-        dx=_address(dx, gate),
-        dx_stride=2 * columns,
-        dx_bias=None if bias is None else _address(dbias, gate),
-        dup=_address(dx, up),
-        dup_stride=2 * columns,
-        dup_bias=None if bias is None else _address(dbias, up),
-        rows=rows,
-        columns=columns,
-        kind=kind,
-        gated=True,
-        dtype=x.dtype,
-        bias=bias,
-    )
+    _halves_call(
+        "stoker_activation_backward", x, bias, kind, up_first, dy=dy,
+        dx=_address(dx, gate), dx_stride=2 * columns, dx_bias=None if bias is None else _address(dbias, gate),
+        dup=_address(dx, up), dup_stride=2 * columns, dup_bias=None if bias is None else _address(dbias, up),
+    )  # fmt: skip
     return dx, dbias
 
 
@@ -277,22 +243,17 @@ def _pair_kernel(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     check_tensor("gated", "gate", gate)
     check_tensor("gated", "up", up, shape=gate.shape, dtypes=[gate.dtype])
     y = _pair_fake(gate, up, kind)
-    rows, columns = split_rows(y)
+    _pair_call("stoker_activation_forward", gate, up, kind, y=y)
+    return y
+
+
+def _pair_call(name: str, gate: Tensor, up: Tensor, kind: int, **fields: Any) -> None:
+    rows, columns = split_rows(gate)
     (gate, stride), (up, up_stride) = _strided_rows(gate), _strided_rows(up)
     _call(
-        "stoker_activation_forward",
-        x=gate.data_ptr(),
-        x_stride=stride,
-        up=up.data_ptr(),
-        up_stride=up_stride,
-        y=y.data_ptr(),
-        rows=rows,
-        columns=columns,
-        kind=kind,
-        gated=True,
-        dtype=y.dtype,
-    )
-    return y
+        name, x=gate, x_stride=stride, up=up, up_stride=up_stride, rows=rows, columns=columns, kind=kind, gated=True,
+        dtype=gate.dtype, **fields,
+    )  # fmt: skip
 
 
 def _pair_fake(gate: Tensor, up: Tensor, kind: int) -> Tensor:
@@ -302,24 +263,9 @@ def _pair_fake(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 def _pair_backward_kernel(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     dy = dy.contiguous()
     dgate, dup = _pair_backward_fake(dy, gate, up, kind)
-    rows, columns = split_rows(dy)
-    (gate, stride), (up, up_stride) = _strided_rows(gate), _strided_rows(up)
-    _call(
-        "stoker_activation_backward",
-        x=gate.data_ptr(),
-        x_stride=stride,
-        up=up.data_ptr(),
-        up_stride=up_stride,
-        dy=dy.data_ptr(),
-        dx=dgate.data_ptr(),
-        dx_stride=columns,
-        dup=dup.data_ptr(),
-        dup_stride=columns,
-        rows=rows,
-        columns=columns,
-        kind=kind,
-        gated=True,
-        dtype=gate.dtype,
+    stride = split_rows(dy)[1]
+    _pair_call(
+        "stoker_activation_backward", gate, up, kind, dy=dy, dx=dgate, dx_stride=stride, dup=dup, dup_stride=stride
     )
     return dgate, dup
 

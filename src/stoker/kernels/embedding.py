@@ -203,26 +203,10 @@ def _norm_kernel(
     ]
     tables = [None if table is None else table.contiguous() for table in (word, position, type)]
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
-    y, stats = _norm_fake(ids, positions, types, word, position, type, weight, bias, key, p, eps, skip, narrow)
+    y, stats = _norm_fake(ids, positions, types, word, narrow)
     sizes = tuple(0 if table is None else table.shape[0] for table in tables)
-    call = native.struct("stoker_embedding_norm_call")(
-        ids=tuple(map(native.pointer, lookups)),
-        tables=tuple(map(native.pointer, tables)),
-        table_rows=sizes,
-        weight=weight.data_ptr(),
-        bias=native.pointer(bias),
-        y=y.data_ptr(),
-        stats=stats.data_ptr(),
-        tokens=ids.numel(),
-        columns=columns,
-        p=p,
-        key=0 if key is None else key_value(key),
-        eps=eps,
-        table_dtype=native.dtype_code(word.dtype),
-        dtype=native.dtype_code(y.dtype),
-        weight_dtype=native.parameter(weight),
-        bias_dtype=native.parameter(bias),
-        threads=native.threads(),
+    call = _norm_call(
+        lookups, tables, weight, bias, key, y.dtype, table_rows=sizes, bias=bias, y=y, stats=stats, p=p, eps=eps
     )
     try:
         native.call("stoker_embedding_norm_forward", call)
@@ -233,21 +217,24 @@ def _norm_kernel(
     return y, stats
 
 
-def _norm_fake(
-    ids: Tensor,
-    positions: Tensor | None,
-    types: Tensor | None,
-    word: Tensor,
-    position: Tensor | None,
-    type: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    key: Tensor | None,
-    p: float,
-    eps: float,
-    skip: int,
-    narrow: bool,
-) -> tuple[Tensor, Tensor]:
+def _norm_call(
+    lookups: list[Tensor | None], tables: list[Tensor | None], weight: Tensor, bias_like: Tensor | None,
+    key: Tensor | None, dtype: torch.dtype, **fields: Any,
+) -> Any:  # fmt: skip
+    """The call struct; the backward pass needs only the type of the bias."""
+    ids, word = lookups[0], tables[0]
+    assert ids is not None
+    assert word is not None
+    return native.fill(
+        "stoker_embedding_norm_call", ids=tuple(map(native.pointer, lookups)), tables=tuple(map(native.pointer, tables)),
+        weight=weight, tokens=ids.numel(), columns=word.shape[1], key=key_value(key), dtype=native.dtype_code(dtype),
+        table_dtype=native.dtype_code(word.dtype), weight_dtype=native.parameter(weight),
+        bias_dtype=native.parameter(bias_like), **fields,
+    )  # fmt: skip
+
+
+def _norm_fake(ids: Tensor, positions: Any, types: Any, word: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    narrow = rest[-1]
     y = word.new_empty((*ids.shape, word.shape[1]), dtype=torch.bfloat16 if narrow else torch.float32)
     return y, word.new_empty((2, ids.numel()), dtype=torch.float32)
 
@@ -299,25 +286,10 @@ def _norm_backward_kernel(
     dz = torch.empty(dy.shape, dtype=torch.float32)
     dweight = torch.empty_like(weight)
     dbias = dy.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
-    call = native.struct("stoker_embedding_norm_call")(
-        ids=tuple(map(native.pointer, lookups)),
-        tables=tuple(map(native.pointer, tables)),
-        weight=weight.data_ptr(),
-        stats=stats.data_ptr(),
-        dy=dy.data_ptr(),
-        dz=dz.data_ptr(),
-        dweight=dweight.data_ptr(),
-        dbias=None if bias is None else dbias.data_ptr(),
-        tokens=ids.numel(),
-        columns=word.shape[1],
-        p=p,
-        key=0 if key is None else key_value(key),
-        table_dtype=native.dtype_code(word.dtype),
-        dtype=native.dtype_code(dy.dtype),
-        weight_dtype=native.parameter(weight),
-        bias_dtype=native.parameter(bias),
-        threads=native.threads(),
-    )
+    call = _norm_call(
+        lookups, tables, weight, bias, key, dy.dtype, stats=stats, dy=dy, dz=dz, dweight=dweight,
+        dbias=None if bias is None else dbias, p=p,
+    )  # fmt: skip
     native.call("stoker_embedding_norm_backward", call)
     grads = [
         dy.new_empty(0) if table is None or chosen is None else _scatter(dz, chosen, table, none)
@@ -326,24 +298,10 @@ def _norm_backward_kernel(
     return *grads, dweight, dbias
 
 
-def _norm_backward_fake(
-    dy: Tensor,
-    ids: Tensor,
-    positions: Tensor | None,
-    types: Tensor | None,
-    word: Tensor,
-    position: Tensor | None,
-    type: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    stats: Tensor,
-    key: Tensor | None,
-    p: float,
-    skip: int,
-) -> tuple[Tensor, ...]:
+def _norm_backward_fake(dy: Tensor, ids: Any, positions: Any, types: Any, *tables: Any) -> tuple[Tensor, ...]:
     return tuple(
         dy.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
-        for t in (word, position, type, weight, bias)
+        for t in tables[:5]  # word, position, type, weight, bias
     )
 
 

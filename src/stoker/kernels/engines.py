@@ -62,17 +62,14 @@ def forget() -> None:
 def _forced(asked: str) -> str:
     if asked not in products.ENGINES:
         raise ValueError(f"linear: engine is {asked!r}; choose one of auto, {', '.join(products.ENGINES)}")
-    if asked not in products.available_engines():
-        raise ValueError(f"linear: engine {asked!r} is not installed; pip install scipy-openblas32")
     return asked
 
 
 def _candidates(dtype: torch.dtype) -> tuple[str, ...]:
     """Engines worth timing, the safe choice first."""
-    engines = products.available_engines()
     if dtype == torch.bfloat16 and not products.torch_has_bf16_units():
-        return tuple(name for name in engines if name != "torch")  # torch multiplies bf16 one number at a time here
-    return engines
+        return ("stoker",)  # torch multiplies bf16 one number at a time here
+    return products.ENGINES
 
 
 def _measured(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype, candidates: tuple[str, ...]) -> str:
@@ -161,11 +158,10 @@ def _store(known: dict[str, str]) -> None:
     try:
         everything = cache_directory.load(_FILE) or {}
         others = everything.get(_key())
-        if isinstance(others, dict):  # another process may have measured meanwhile: what it stored stays
-            here = (
-                products.available_engines()
-            )  # but not an engine that was uninstalled, or each product would measure anew
-            known.update({str(name): str(engine) for name, engine in others.items() if engine in here})
+        if isinstance(others, dict):
+            # Another process may have measured meanwhile: what it stored stays, but not an engine that no longer exists, or
+            # each product would measure again.
+            known.update({str(name): str(engine) for name, engine in others.items() if engine in products.ENGINES})
         everything[_key()] = known
         cache_directory.save(_FILE, everything)
     except OSError as error:

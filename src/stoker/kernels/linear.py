@@ -24,7 +24,7 @@ __all__ = ["linear", "linear_packed"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, engine: str | None = None) -> Tensor:
-    """x @ weight.T + bias over the last dimension of `x`. `engine` forces one of torch, stoker, openblas."""
+    """x @ weight.T + bias over the last dimension of `x`. `engine` forces "torch" or "stoker"."""
     return linear_packed(x, [weight], None if bias is None else [bias], engine=engine)
 
 

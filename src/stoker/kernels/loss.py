@@ -88,18 +88,7 @@ def _kernel(logits: Tensor, labels: Tensor, ignore: int, reduction: int) -> tupl
     losses = torch.empty(labels.shape, dtype=torch.float32)
     stats = torch.empty((2, rows), dtype=torch.float32)
     totals = torch.empty(2, dtype=torch.float64)
-    call = native.struct("stoker_cross_entropy_call")(
-        logits=logits.data_ptr(),
-        labels=labels.data_ptr(),
-        loss=losses.data_ptr(),
-        stats=stats.data_ptr(),
-        totals=totals.data_ptr(),
-        rows=rows,
-        columns=classes,
-        ignore=ignore,
-        dtype=native.dtype_code(logits.dtype),
-        threads=native.threads(),
-    )
+    call = _call(logits, labels, stats, ignore, loss=losses, totals=totals)
     try:
         native.call("stoker_cross_entropy_forward", call)
     except IndexError:
@@ -108,6 +97,14 @@ def _kernel(logits: Tensor, labels: Tensor, ignore: int, reduction: int) -> tupl
         return losses, stats, totals
     total = totals[0] / totals[1] if reduction == _MEAN else totals[0]
     return total.to(torch.float32), stats, totals
+
+
+def _call(logits: Tensor, labels: Tensor, stats: Tensor, ignore: int, **others: Tensor) -> Any:
+    rows, columns = split_rows(logits)
+    return native.fill(
+        "stoker_cross_entropy_call", logits=logits, labels=labels, stats=stats, rows=rows, columns=columns,
+        ignore=ignore, dtype=native.dtype_code(logits.dtype), **others,
+    )  # fmt: skip
 
 
 def _fake(logits: Tensor, labels: Tensor, ignore: int, reduction: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,20 +134,7 @@ def _backward_kernel(logits: Tensor, labels: Tensor, stats: Tensor, scales: Tens
     logits, scales = logits.contiguous(), scales.contiguous()
     labels = labels.to(torch.int64).contiguous()
     dlogits = torch.empty_like(logits)
-    rows, classes = split_rows(logits)
-    call = native.struct("stoker_cross_entropy_call")(
-        logits=logits.data_ptr(),
-        labels=labels.data_ptr(),
-        stats=stats.data_ptr(),
-        scales=scales.data_ptr(),
-        dlogits=dlogits.data_ptr(),
-        rows=rows,
-        columns=classes,
-        ignore=ignore,
-        dtype=native.dtype_code(logits.dtype),
-        threads=native.threads(),
-    )
-    native.call("stoker_cross_entropy_backward", call)
+    native.call("stoker_cross_entropy_backward", _call(logits, labels, stats, ignore, scales=scales, dlogits=dlogits))
     return dlogits
 
 
@@ -185,7 +169,7 @@ class _Blocks:
         bias: Tensor | None,
         labels: Tensor,
         ignore: int,
-        needs: tuple[bool, bool, bool],
+        needs: tuple[bool, ...],
     ) -> None:
         check_tensor("linear_cross_entropy", "x", x)
         check_tensor("linear_cross_entropy", "weight", weight, shape=[None, x.shape[-1] if x.dim() else 1])
@@ -263,17 +247,9 @@ class _Blocks:
 
 
 def _linear_kernel(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    ignore: int,
-    reduction: int,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore: int, reduction: int, *needs: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    blocks = _Blocks(x, weight, bias, labels, ignore, (need_x, need_weight, need_bias))
+    blocks = _Blocks(x, weight, bias, labels, ignore, needs)
     count = blocks.rows.numel()
     scales = None
     if reduction != _NONE and any(blocks.needs):
@@ -288,16 +264,9 @@ def _linear_kernel(
 
 
 def _linear_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    ignore: int,
-    reduction: int,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore: int, reduction: int, *needs: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    need_x, need_weight, need_bias = needs
     in_forward = reduction != _NONE
     empty = x.new_empty
     return (
@@ -348,33 +317,17 @@ def _linear_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 def _linear_backward_kernel(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    ignore: int,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore: int, *needs: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = _Blocks(x, weight, bias, labels, ignore, (need_x, need_weight, need_bias))
+    blocks = _Blocks(x, weight, bias, labels, ignore, needs)
     _, dx, dweight, dbias = blocks.run(grad.reshape(-1).index_select(0, blocks.rows).contiguous())
     return dx, dweight, dbias
 
 
 def _linear_backward_fake(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    ignore: int,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore: int, *needs: bool
 ) -> tuple[Tensor, ...]:
-    return _linear_fake(x, weight, bias, labels, ignore, _SUM, need_x, need_weight, need_bias)[1:]
+    return _linear_fake(x, weight, bias, labels, ignore, _SUM, *needs)[1:]
 
 
 _linear_cross_entropy_backward = define(

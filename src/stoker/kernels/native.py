@@ -88,7 +88,7 @@ def level() -> str:
         raise NativeLibraryError(f"STOKER_ISA={asked!r} is not a level; choose one of {', '.join(LEVELS)}")
     if asked not in runnable:
         missing = ", ".join(sorted(LEVELS[asked] - _cpu_flags()))
-        raise NativeLibraryError(f"STOKER_ISA={asked!r} needs CPU features that are not here: {missing}")
+        raise NativeLibraryError(f"STOKER_ISA={asked!r} needs features that this CPU does not have: {missing}")
     return asked
 
 
@@ -108,7 +108,7 @@ def _path() -> Path:
 
 @functools.cache
 def header() -> Header:
-    """The header that lies beside the library."""
+    """The header next to the library."""
     path = _path().with_name("stoker.h")
     try:
         return read(path)
@@ -177,6 +177,12 @@ def _error(name: str, code: int) -> Exception:
 def struct(name: str) -> Any:
     """The class of a struct of csrc/stoker.h. Fields that are not given are 0 or null."""
     return _declared(name, header().structs)
+
+
+def fill(name: str, **fields: Any) -> Any:
+    """A call struct with these fields, for `threads()` threads. A tensor becomes its address: the caller keeps it alive."""
+    values = {field: v.data_ptr() if isinstance(v, torch.Tensor) else v for field, v in fields.items() if v is not None}
+    return struct(name)(threads=threads(), **values)
 
 
 @functools.cache

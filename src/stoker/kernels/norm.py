@@ -142,49 +142,34 @@ def _kernel(
     _check(x, residual, weight, bias, x_bias, rms)
     x, weight = x.contiguous(), weight.contiguous()
     residual, bias, x_bias = _contiguous(residual), _contiguous(bias), _contiguous(x_bias)
-    y, z, stats = _fake(x, residual, weight, bias, x_bias, key, p, eps, rms, keep)
-    rows, columns = split_rows(x)
-    call = native.struct("stoker_layer_norm_call")(
-        x=x.data_ptr(),
-        residual=native.pointer(residual),
-        x_bias=native.pointer(x_bias),
-        weight=weight.data_ptr(),
-        bias=native.pointer(bias),
-        y=y.data_ptr(),
-        z=z.data_ptr() if keep else None,
-        stats=stats.data_ptr(),
-        rows=rows,
-        columns=columns,
-        p=p,
-        key=0 if key is None else key_value(key),
-        eps=eps,
-        rms=rms,
-        dtype=native.dtype_code(x.dtype),
-        x_bias_dtype=native.parameter(x_bias),
-        weight_dtype=native.parameter(weight),
-        bias_dtype=native.parameter(bias),
-        threads=native.threads(),
-    )
-    native.call("stoker_layer_norm_forward", call)
+    y, z, stats = _fake(x, keep)
+    _call(
+        "stoker_layer_norm_forward", x, x_bias, weight, bias, key, x=x, residual=residual, bias=bias, y=y,
+        z=z if keep else None, stats=stats, p=p, eps=eps, rms=rms,
+    )  # fmt: skip
     return y, z, stats
+
+
+def _call(
+    function: str, rows_of: Tensor, x_bias: Tensor | None, weight: Tensor, bias_like: Tensor | None, key: Tensor | None,
+    **fields: Any,
+) -> None:  # fmt: skip
+    """Calls `function` on rows like those of `rows_of`; backward needs only the type of the bias."""
+    rows, columns = split_rows(rows_of)
+    call = native.fill(
+        "stoker_layer_norm_call", x_bias=x_bias, weight=weight, rows=rows, columns=columns, key=key_value(key),
+        dtype=native.dtype_code(rows_of.dtype), x_bias_dtype=native.parameter(x_bias),
+        weight_dtype=native.parameter(weight), bias_dtype=native.parameter(bias_like), **fields,
+    )  # fmt: skip
+    native.call(function, call)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _fake(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_bias: Tensor | None,
-    key: Tensor | None,
-    p: float,
-    eps: float,
-    rms: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    keep = rest[-1]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     z = torch.empty_like(y) if keep else x.new_empty(0)
     return y, z, x.new_empty((2, split_rows(x)[0]), dtype=torch.float32)
@@ -240,52 +225,23 @@ def _backward_kernel(
 ) -> tuple[Tensor, ...]:
     dy, weight = dy.contiguous(), weight.contiguous()
     dz, x, residual, z, x_bias = (_contiguous(t) for t in (dz, x, residual, z, x_bias))
-    out = _backward_fake(dy, dz, x, residual, z, weight, bias, x_bias, stats, key, p, rms, has_residual)
+    out = _backward_results(dy, weight, bias, x_bias, key, has_residual)
     dsum, dx, dweight, dbias, dx_bias = out
-    rows, columns = split_rows(dy)
-    call = native.struct("stoker_layer_norm_call")(
-        x=native.pointer(x),
-        residual=native.pointer(residual),
-        z=native.pointer(z),
-        x_bias=native.pointer(x_bias),
-        weight=weight.data_ptr(),
-        stats=stats.data_ptr(),
-        dy=dy.data_ptr(),
-        dz=native.pointer(dz),
-        dx=dx.data_ptr() if key is not None else None,
-        dresidual=dsum.data_ptr() if key is None or has_residual else None,
-        dweight=dweight.data_ptr(),
-        dbias=dbias.data_ptr() if bias is not None else None,
-        dx_bias=dx_bias.data_ptr() if x_bias is not None else None,
-        rows=rows,
-        columns=columns,
-        p=p,
-        key=0 if key is None else key_value(key),
-        rms=rms,
-        dtype=native.dtype_code(dy.dtype),
-        x_bias_dtype=native.parameter(x_bias),
-        weight_dtype=native.parameter(weight),
-        bias_dtype=native.parameter(bias),
-        threads=native.threads(),
-    )
-    native.call("stoker_layer_norm_backward", call)
+    _call(
+        "stoker_layer_norm_backward", dy, x_bias, weight, bias, key, x=x, residual=residual, z=z, stats=stats, dy=dy, dz=dz,
+        dx=dx if key is not None else None, dresidual=dsum if key is None or has_residual else None, dweight=dweight,
+        dbias=dbias if bias is not None else None, dx_bias=dx_bias if x_bias is not None else None, p=p, rms=rms,
+    )  # fmt: skip
     return out
 
 
-def _backward_fake(
-    dy: Tensor,
-    dz: Tensor | None,
-    x: Tensor | None,
-    residual: Tensor | None,
-    z: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_bias: Tensor | None,
-    stats: Tensor,
-    key: Tensor | None,
-    p: float,
-    rms: bool,
-    has_residual: bool,
+def _backward_fake(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, _, _, _, weight, bias, x_bias, _, key, _, _, has_residual = rest
+    return _backward_results(dy, weight, bias, x_bias, key, has_residual)
+
+
+def _backward_results(
+    dy: Tensor, weight: Tensor, bias: Tensor | None, x_bias: Tensor | None, key: Tensor | None, has_residual: bool
 ) -> tuple[Tensor, ...]:
     nothing = dy.new_empty
     full = torch.empty_like(dy, memory_format=torch.contiguous_format)

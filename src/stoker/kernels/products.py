@@ -1,4 +1,4 @@
-"""Matrix products by one of three engines: torch's own (MKL, oneDNN), Stoker's, and OpenBLAS tile by tile.
+"""Matrix products by one of two engines: torch's own (MKL, oneDNN) and Stoker's (csrc/kernels/linear.cpp).
 
 `multiply` runs one product by a named engine. Which engine to name is decided in kernels/engines.py; what the products mean,
 and their gradients, in kernels/linear.py.
@@ -7,11 +7,8 @@ and their gradients, in kernels/linear.py.
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.util
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,19 +17,14 @@ from torch import Tensor
 from stoker.kernels import native
 from stoker.machine.facts import this_machine
 
-__all__ = ["ENGINES", "available_engines", "column_sums", "multiply", "torch_has_bf16_units"]
+__all__ = ["ENGINES", "column_sums", "multiply", "torch_has_bf16_units"]
 
-ENGINES = ("torch", "stoker", "openblas")
+ENGINES = ("torch", "stoker")
 
 _ONEDNN_WITHOUT_BF16 = frozenset(
     {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 )
 """The values of ONEDNN_MAX_CPU_ISA below AVX512-BF16."""
-
-
-def available_engines() -> tuple[str, ...]:
-    """The engines that can run here; OpenBLAS only where the package scipy-openblas32 is installed."""
-    return ENGINES if _openblas_sgemm() else ENGINES[:2]
 
 
 def torch_has_bf16_units() -> bool:
@@ -49,7 +41,7 @@ def multiply(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor |
     if engine == "torch":
         _multiply_torch(terms, out, bias)
     else:
-        _multiply_native(terms, out, bias, _openblas_sgemm() if engine == "openblas" else 0)
+        _multiply_native(terms, out, bias)
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -86,7 +78,7 @@ def _multiply_torch(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: T
 
 
 def _operand(tensor: Tensor) -> Any:
-    """`tensor`, whose rows or columns are dense; the stride of a dimension of size one is made one that BLAS accepts."""
+    """`tensor`, whose rows or columns are dense; the stride of a dimension of size one is made that of a dense matrix."""
     rows, columns = tensor.shape
     row_stride, column_stride = tensor.stride()
     if columns == 1 or column_stride == 1:
@@ -107,7 +99,7 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if by_rows or by_columns else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _multiply_native(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None, sgemm: int) -> None:
+def _multiply_native(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None) -> None:
     left = [_dense(a) for a, _ in terms]
     right = [_dense(b) for _, b in terms]
     operands = native.struct("stoker_operand") * len(left)
@@ -120,7 +112,6 @@ def _multiply_native(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: 
         depths=ctypes.addressof(depths),
         c=out.data_ptr(),
         bias=native.pointer(bias),
-        sgemm=sgemm,
         terms=len(left),
         rows=out.shape[0],
         columns=out.shape[1],
@@ -130,23 +121,3 @@ def _multiply_native(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: 
         threads=native.threads(),
     )
     native.call("stoker_product", call)
-
-
-@functools.cache
-def _openblas_sgemm() -> int:
-    """The address of OpenBLAS's sgemm, set to one thread per call; 0 if the package is not here.
-
-    scipy-openblas32 is a private copy with prefixed names: neither NumPy's nor torch's BLAS is touched by the setting.
-    """
-    spec = importlib.util.find_spec("scipy_openblas32")
-    if spec is None or spec.origin is None:
-        return 0
-    found = sorted((Path(spec.origin).parent / "lib").glob("libscipy_openblas*.so"))
-    if not found:
-        return 0
-    try:
-        library = ctypes.CDLL(str(found[0]))
-        library.scipy_openblas_set_num_threads(1)
-        return ctypes.cast(library.scipy_cblas_sgemm, ctypes.c_void_p).value or 0
-    except (OSError, AttributeError):
-        return 0

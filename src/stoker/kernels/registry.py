@@ -213,8 +213,9 @@ def draw_key() -> Tensor:
     return torch.empty(1, dtype=torch.int64).random_()
 
 
-def key_value(key: Tensor) -> int:
-    return int(key.item()) & 0xFFFFFFFFFFFFFFFF
+def key_value(key: Tensor | None) -> int:
+    """The key as C++ takes it; 0 where nothing is dropped."""
+    return 0 if key is None else int(key.item()) & 0xFFFFFFFFFFFFFFFF
 
 
 def reference_factors(key: Tensor, rows: int, columns: int, p: float) -> Tensor:
