@@ -1,4 +1,5 @@
-"""A killed worker: the agent starts the ranks again from the last checkpoint; mpirun ends them, and the way on is told."""
+"""A worker is killed: the agent restarts the ranks from the last checkpoint; mpirun ends them and the command that continues is
+printed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def result(folder: Path) -> float:
     return float((folder / "result.txt").read_text())
 
 
-def test_a_killed_worker_leads_to_a_restart_from_the_last_checkpoint(tmp_path: Path) -> None:
+def test_ranks_restart_from_the_last_checkpoint_when_a_worker_is_killed(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     done = launch("-n", "2", "--oversubscribe", SCRIPT, "--output_dir", str(whole), *TRAINING)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -34,7 +35,7 @@ def test_a_killed_worker_leads_to_a_restart_from_the_last_checkpoint(tmp_path: P
 
 
 @pytest.mark.mpi
-def test_under_mpirun_a_killed_worker_ends_the_job_and_the_printed_command_goes_on(tmp_path: Path) -> None:
+def test_under_mpirun_a_killed_worker_ends_the_job_and_the_printed_command_continues_it(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert launch("-n", "2", "--oversubscribe", SCRIPT, "--output_dir", str(whole), *TRAINING).returncode == 0
     words = ["--output_dir", str(cut), "--kill_at", "7", *TRAINING]

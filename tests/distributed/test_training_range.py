@@ -1,4 +1,4 @@
-"""A host of two dies in the middle of a training: the other goes on from the last checkpoint, alone, with the same batches."""
+"""One of two hosts dies during training: the other continues from the last checkpoint with the same batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINING = ["--per_device_train_batch_size", "4", "--max_steps", "8", "--save_st
 
 @pytest.mark.root
 @pytest.mark.netns
-def test_a_host_that_dies_leaves_the_training_to_the_other(tmp_path: Path) -> None:
+def test_training_continues_on_one_host_when_the_other_dies(tmp_path: Path) -> None:
     with Rig(2) as rig:
         launch = ["launch", "--nnodes", "1:2", "-ppn", "1", "--oversubscribe"]
         where = ["--rdzv_endpoint", f"{rig.address('alpha')}:29500"]
@@ -32,7 +32,7 @@ def test_a_host_that_dies_leaves_the_training_to_the_other(tmp_path: Path) -> No
         errors = both[0].communicate(timeout=100)[1]
         both[1].communicate()
         assert both[0].returncode == 0, errors[-3000:]
-        assert "(beta) is gone; going on with 1 of 2 machines" in errors
+        assert "(beta) is gone; continuing with 1 of 2 machines" in errors
         assert f"restarted because machines joined or left; resuming from {tmp_path / 'checkpoint-6'}" in errors
         assert "gradient accumulation was 1, is 2; processes was 2, is 1" in errors
         last = json.loads((tmp_path / "checkpoint-8" / "stoker_run.json").read_text())["run"]

@@ -270,7 +270,7 @@ def test_a_machine_that_dies_ends_the_others() -> None:
         assert not rig.leftovers()
 
 
-def test_with_a_range_of_machines_the_others_go_on_without_one_and_take_it_back(tmp_path: Path) -> None:
+def test_a_job_with_a_range_of_machines_continues_without_one_and_takes_it_back(tmp_path: Path) -> None:
     """Each round of ranks reports who takes part in it; the last one ends by itself, once the test says so."""
     end = tmp_path / "end"
     with Rig(2) as rig:
@@ -289,7 +289,7 @@ def test_with_a_range_of_machines_the_others_go_on_without_one_and_take_it_back(
 
         alpha, beta = begin("alpha"), begin("beta")
         assert [next_round(alpha), next_round(beta)] == [("0", "2"), ("1", "2")]
-        beta.kill()  # its ranks die with it; nobody tells alpha
+        beta.kill()  # its ranks die with it; alpha gets no message
         assert next_round(alpha) == ("0", "1")
         beta.communicate()
         beta = begin("beta")
@@ -297,10 +297,10 @@ def test_with_a_range_of_machines_the_others_go_on_without_one_and_take_it_back(
         end.touch()
         errors = [process.communicate(timeout=30)[1] for process in (alpha, beta)]
         assert [alpha.returncode, beta.returncode] == [0, 0], errors
-        told = [line for line in errors[0].splitlines() if "going on" in line]
-        assert told == [
-            "stoker: machine 2 (beta) is gone; going on with 1 of 2 machines",
-            "stoker: machine 3 (beta) has come; going on with 2 of 2 machines",
+        changes = [line for line in errors[0].splitlines() if "continuing" in line]
+        assert changes == [
+            "stoker: machine 2 (beta) is gone; continuing with 1 of 2 machines",
+            "stoker: machine 3 (beta) has joined; continuing with 2 of 2 machines",
         ]
         assert not rig.leftovers()
 

@@ -1,7 +1,7 @@
-"""Several processes by torchrun's elastic agent, on this machine or on several that are each started by hand or by a
+"""Starts several processes with torchrun's elastic agent, on this machine or on several that are each started by hand or by a
 batch system.
 
-The agent is torch's; ours is the meeting point (stoker.launch.launchers.rendezvous) and what is said at the end.
+The agent is torch's; the rendezvous (stoker.launch.launchers.rendezvous) and what is printed at the end are Stoker's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import secrets
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -51,25 +50,25 @@ def _run_agent(
     directory: Path,
     settings: Settings,
     script: str,
-    words: list[str],
+    arguments: list[str],
 ) -> int:
-    # Lost connections are told below in one sentence; torch would add its stack frames. The ranks keep their own setting.
-    told = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    # Lost connections are reported below in one sentence; torch would print a C++ stack. The ranks keep their own setting.
+    log_level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from stoker.launch.launchers.rendezvous import Meeting
+    from stoker.launch.launchers.rendezvous import Rendezvous
 
-    if told is None:
+    if log_level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     for logger in list(logging.root.manager.loggerDict):
         if logger.startswith("torch.distributed.elastic"):
-            logging.getLogger(logger).setLevel(logging.CRITICAL)  # its words are for its authors
-    meeting = Meeting(job, port, listener, directory)
-    rendezvous_handler_registry.register("stoker", lambda parameters: meeting)
+            logging.getLogger(logger).setLevel(logging.CRITICAL)  # what users need to know is printed below
+    rendezvous = Rendezvous(job, port, listener, directory)
+    rendezvous_handler_registry.register("stoker", lambda parameters: rendezvous)
     sent = dataclasses.replace(settings, several=True, report=str(directory))
     config: dict[str, Any] = {
         "min_nodes": job.least,
@@ -84,39 +83,39 @@ def _run_agent(
         "logs_specs": DefaultLogsSpecs(str(directory / "agent")),  # else it makes a directory that nobody removes
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    command, carried = handover.rank_command(sent, script, words)
+    command, carried = handover.rank_command(sent, script, arguments)
     os.environ.update(carried)
     try:
         elastic_launch(LaunchConfig(**{k: v for k, v in config.items() if k in known}), command[0])(*command[1:])
-        meeting.leave()
+        rendezvous.finish()
         return 0
     except ChildFailedError as error:
-        leftovers.end(os.environ[leftovers.JOB])  # first, for forwarders wait until nobody holds their pipe
+        leftovers.end(os.environ[leftovers.JOB])  # first: forwarders wait until their pipe is closed
         failure.wait_until_said(directory)
         first = _first(error, directory)
-        meeting.leave(first)
+        rendezvous.leave(first)
         failure.tell(first)
         return first.code
     except SignalException as error:
         leftovers.end(os.environ[leftovers.JOB])
         failure.wait_until_said(directory)
-        elsewhere: failure.Failure | None = meeting.failure_elsewhere
+        elsewhere: failure.Failure | None = rendezvous.failure_elsewhere
         if elsewhere is not None:
             failure.tell(elsewhere)
             return elsewhere.code
         name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
         code = 128 + error.sigval
         text = f"the launch on {socket.gethostname()} was ended by {name}"
-        alone = job.elastic and job.machine_rank != 0  # the others go on without this one
-        meeting.leave(failure.Failure(None, "", time.time(), code, text), alone=alone)
+        alone = job.elastic and job.machine_rank != 0  # the others continue without this one
+        rendezvous.leave(None if alone else failure.of_launch(text, code))
         where = " of this machine" if alone else ""
         print(f"stoker: ended by {name}; all ranks{where} have been ended", file=sys.stderr)
         return code
 
 
 def _first(error: Any, directory: Path) -> failure.Failure:
-    """The rank that ended first. One that was killed leaves no word, but its forwarder has noted the time; the others were
-    ended by the agent, or have only lost their partner.
+    """The rank that ended first. One that was killed leaves no report, but its forwarder has noted the time; the others were
+    ended by the agent, or lost the connection to the first.
     """
     reports = {report.rank: report for report in failure.read_reports(directory)}
     ends = failure.read_ends(directory)
@@ -124,8 +123,8 @@ def _first(error: Any, directory: Path) -> failure.Failure:
     found = []
     for rank, ended in error.failures.items():
         when = reports[rank].time if rank in reports else ends.get(rank, float("inf"))
-        asked = ended.exitcode == -signal.SIGTERM  # by the agent, most likely
-        found.append((asked and rank not in reports, when, rank, ended.exitcode))
+        terminated = ended.exitcode == -signal.SIGTERM  # by the agent, most likely
+        found.append((terminated and rank not in reports, when, rank, ended.exitcode))
     _, _, rank, code = min(found)
     if rank in reports:
         return reports[rank]

@@ -1,16 +1,23 @@
-"""Where the machines of a launch find each other, round after round: a store on machine 0, which decides who takes part.
+"""How the machines of a launch find each other: a store on the first machine, which decides who takes part in each round.
 
-A round is one start of the ranks on all machines that are there. It ends for all when the ranks of one fail, when a machine
-falls silent, or when one comes while there is room for it; the next round is of those who are there then. Every machine
-but the first talks to the store in one thread only: a machine without power answers nothing, and whoever asks it waits.
+A round is one start of the ranks on all machines. It ends when the ranks of a machine fail, when a machine dies, or when one
+joins while there is room for it; the next round has the machines that are alive then. Every machine writes a report to the
+store twice a second. The first machine reads them (`Coordinator`) and publishes the round, which the others read.
+
+torch's own DynamicRendezvousHandler over c10d is not used, for four reasons. tests/launch/test_torch_rendezvous.py shows each of
+them with torch's handler:
+
+- It does not end the round when a machine dies, so the other ranks wait for the time-out of a collective.
+- Its calls hang when the machine with the store loses power: time-outs and SIGTERM do not end them. Here only a thread uses
+  the store while ranks run, and a second thread notices when it hangs.
+- It compares times of day that different machines have written, so it needs synchronized clocks. Here reports are counted.
+- It unpickles what it reads from the store, which has no password. Here everything is JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import datetime
 import json
+import math
 import os
 import secrets
 import signal
@@ -18,389 +25,357 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from stoker.errors import UserError
 from stoker.launch.launchers.elastic_job import Job, listen
 from stoker.launch.launchers.remote_hosts import own_versions
 from stoker.launch.rank import failure, leftovers
+from stoker.launch.rank.failure import Failure
 
-__all__ = ["ROUND", "Meeting"]
+__all__ = ["ROUND", "Coordinator", "Rendezvous", "Report", "Round"]
 
 ROUND = "round"
-"""A file with the number of the round, in the folder where the ranks leave word."""
+"""A file with the number of the round, in the folder of the ranks' reports."""
 _POLL = 0.5
 _LAST_CALL = 15.0
-"""Seconds that the first round waits for machines beyond the least number; whoever comes later costs a restart."""
-_FAILED, _OVER = "stoker/failed", "stoker/over"
-_JOINED, _LOST, _BROKEN = "joined", "lost", "broken"
-"""Why a round ends before its time."""
+"""Seconds that the first round waits for machines beyond the minimum; one that joins later causes a restart."""
+_WAITING, _RUNNING, _FINISHED, _LEFT = "waiting", "running", "finished", "left"
+"""What a machine does: it waits for the next round, runs ranks, or has ended, with or without success."""
+_JOINED, _BROKEN = "joined", "broken"
+"""Why a round ends: a machine wants to join, or the ranks of one have failed or died with it."""
+_LATEST_KEY, _NUMBERED_KEY, _MACHINE_KEY = "stoker/round", "stoker/numbered", "stoker/here/{}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a machine writes to the store. The first five fields are the same in every version of Stoker."""
+
+    token: str
+    """Random, so that a launch is not taken for an earlier one of the same machine."""
+    host: str
+    python: str
+    torch: str | None
+    stoker: str | None
+    machine: int = -1
+    status: str = _WAITING
+    round: int = 0
+    """The last round that it took part in."""
+    count: int = 0
+    """Grows with each report."""
+    failure: Failure | None = None
+    """What ends the job on all machines."""
+
+    def __str__(self) -> str:
+        return f"machine {self.machine} ({self.host})"
 
 
 @dataclass(frozen=True)
 class Round:
-    """Who takes part in it, each with the token of its launch, and where its ranks meet."""
+    """What the first machine publishes."""
 
-    number: int
-    members: dict[int, str]
-    port: int
-
-    def to_word(self) -> str:
-        return json.dumps([self.number, list(self.members.items()), self.port])
-
-    @classmethod
-    def from_word(cls, word: str) -> Round:
-        number, members, port = json.loads(word)
-        return cls(number, dict(members), port)
+    number: int = 0
+    members: Sequence[str] = ()
+    """The tokens of the machines that take part, in the order of their ranks."""
+    port: int = 0
+    """Where the ranks find their store on the first machine."""
+    ending: str = ""
+    """Why all ranks have to end; empty while they run."""
+    finished: bool = False
+    failure: Failure | None = None
 
 
-class Meeting(RendezvousHandler):  # type: ignore[misc]
-    """One machine's door to it, as torch's agent wants it."""
+_Record = TypeVar("_Record", Report, Round)
+
+
+def _encode(record: Report | Round) -> str:
+    return json.dumps(astuple(record))
+
+
+def _decode(kind: type[_Record], text: bytes) -> _Record:
+    values = json.loads(text)
+    if len(values) != len(fields(kind)):  # a report from another version of Stoker
+        return kind(*values[:5])
+    values[-1] = Failure(*values[-1]) if values[-1] else None
+    return kind(*values)
+
+
+class Coordinator:
+    """The first machine's decisions: when a round ends, and who takes part in the next."""
+
+    def __init__(self, job: Job, port: int, open_store: Callable[[], int]) -> None:
+        self._job, self._port, self._open_store = job, port, open_store
+        self._since, self._remind_after = time.monotonic(), 10.0
+        """When the machines began to gather for the next round, and after how long to print who is missing."""
+        self._seen: dict[str, tuple[Report, float]] = {}
+        """The last report of each machine, and when it came."""
+
+    def decide(self, current: Round, reports: Sequence[Report]) -> Round:
+        """What becomes of the round after these reports, the first of which is the first machine's own."""
+        job = self._job
+        for report in reports:
+            if report.failure is not None:
+                return replace(current, failure=report.failure)
+            if (difference := _compare_versions(report, reports[0])) and not job.elastic:
+                return replace(current, failure=failure.of_launch(difference, 2))
+        if reports[0].status == _FINISHED:
+            return replace(current, finished=True)
+        alive = self._alive(current, [r for r in reports if not _compare_versions(r, reports[0])])
+        lost = set(current.members) - set(alive)
+        if lost and not job.elastic:
+            return replace(current, failure=_gone(str(self._seen[lost.pop()][0])))
+        # A member that waits for the current round has only not seen it yet.
+        ready = {
+            token: report
+            for token, report in alive.items()
+            if report.status == _WAITING
+            and (current.ending or token not in current.members or report.round == current.number)
+        }
+        if current.number == 0 or current.ending:
+            return self._gather(current, ready, [alive[token] for token in set(current.members) - lost - set(ready)])
+        self._since, self._remind_after = time.monotonic(), 10.0
+        if lost or ready.keys() & set(current.members):
+            return replace(current, ending=_BROKEN)
+        return replace(current, ending=_JOINED if ready and len(current.members) < job.machines else "")
+
+    def _alive(self, current: Round, reports: Iterable[Report]) -> dict[str, Report]:
+        """A machine that has finished reports no more; it is missing only if the others have to start again."""
+        found = {}
+        for report in reports:
+            last, since = self._seen.get(report.token, (None, 0.0))
+            if report != last:
+                since = time.monotonic()
+                self._seen[report.token] = report, since
+            is_heard = report.status in (_WAITING, _RUNNING) and time.monotonic() - since <= self._job.silence
+            if is_heard or (report.status == _FINISHED and not current.ending):
+                found[report.token] = report
+        return found
+
+    def _gather(self, before: Round, ready: dict[str, Report], awaited: list[Report]) -> Round:
+        """Waits for the living members of the last round and for enough others; takes as many as there is room for."""
+        job, waited = self._job, time.monotonic() - self._since
+        if len(ready) >= (job.least if before.number > 0 or waited > _LAST_CALL else job.machines) and not awaited:
+            chosen = sorted(ready.values(), key=lambda r: (r.token not in before.members, r.machine))[: job.machines]
+            members = [report.token for report in sorted(chosen, key=lambda report: report.machine)]
+            # Ranks that are started again get a new store: the keys in the old one belong to ranks that are gone.
+            port = self._open_store() if before.number > 0 else self._port
+            if before.number > 0 and job.elastic:
+                self._print_changes(before.members, members)
+            return Round(before.number + 1, members, port)
+        numbers = {r.machine for r in awaited} or set(range(job.machines)) - {r.machine for r in ready.values()}
+        missing = ", ".join(map(str, sorted(numbers)))
+        if waited > job.wait:
+            text = f"machines {missing} of {job.machines} did not arrive within {job.wait:.0f} s"
+            return replace(before, failure=failure.of_launch(text, 2))
+        if waited > self._remind_after:
+            self._remind_after = waited + 60
+            print(
+                f"stoker: waiting for machine {missing}; start `stoker launch --machine_rank N "
+                f"--main_process_ip {job.address} --main_process_port {self._port} ...` there",
+                file=sys.stderr,
+            )
+        return before
+
+    def _print_changes(self, before: Sequence[str], after: Sequence[str]) -> None:
+        changes = [f"{self._seen[token][0]} is gone" for token in before if token not in after]
+        changes += [f"{self._seen[token][0]} has joined" for token in after if token not in before]
+        text = f"{', '.join(changes) or 'ranks have failed'}; continuing with {len(after)} of {self._job.machines} machines"
+        print(f"stoker: {text}", file=sys.stderr, flush=True)
+
+
+class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
+    """One machine's side. To torch's agent each round is a static rendezvous of its members."""
 
     def __init__(self, job: Job, port: int, listener: socket.socket | None, directory: Path) -> None:
-        self._job, self._port, self._listener, self._directory = job, port, listener, directory
-        self._me = job.machine_rank
-        self._token = secrets.token_hex(4)
-        self._store: Any = None
-        self._own_store: Any = None
-        """Of the round under way, from the second on."""
-        self._round = Round(0, {}, port)
-        self._ending: str | None = None
-        """Why the round that is under way has to end; None while it has not."""
-        self._asked: int | None = None
-        """The round after which this machine wants the next, once its ranks have ended."""
-        self._next: Round | None = None
+        super().__init__(job.address, port, job.machine_rank, job.machines, "stoker", math.ceil(job.wait))
+        self._job, self._listener, self._directory = job, listener, directory
+        self._port, self._machine = port, job.machine_rank
+        self._report = Report(secrets.token_hex(4), socket.gethostname(), *astuple(own_versions()))
+        self._round = self._latest = Round(port=port)
+        """The last round that this machine took part in, and the last that the first machine has published."""
+        self._first_store: Any = None
+        """Of all machines, for the whole launch; `_store` is the current round's."""
+        self._thread: threading.Thread | None = None
+        self._leaving = threading.Event()
+        self._heard = 0.0
+        """When the first machine answered last."""
         self._refused = ""
-        self._left = threading.Event()
-        self._pulse = time.monotonic() + 30.0
-        self._beats: dict[int, tuple[int, float]] = {}
-        self._lock = threading.Lock()
-        self.failure_elsewhere: failure.Failure | None = None
+        """Why this machine cannot take part."""
+        self.failure_elsewhere: Failure | None = None
 
-    # What torch's agent asks
+    # What torch's agent calls
 
     def get_backend(self) -> str:
         return "stoker"
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_run_id(self) -> str:
-        return "stoker"
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def shutdown(self) -> bool:
-        return True
-
     def num_nodes_waiting(self) -> int:
-        """More than 0 lets the agent end its ranks and come to the next round."""
-        if self._ending is None:
+        """More than 0 makes the agent end its ranks and ask for the next round."""
+        latest = self._latest
+        if latest.number == self._round.number and not latest.ending:
             return 0
-        if self._ending != _JOINED:
-            _kill_ranks()  # they may wait for a rank that is gone, deaf to a polite signal
+        if latest.ending != _JOINED:  # ranks may wait for one that is gone, and not answer SIGTERM
+            leftovers.end(os.environ[leftovers.JOB], grace=0.0)
         return 1
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._store is None:
-            self._arrive()
-        self._clear_up_the_last_round()
-        now = self._call_round() if self._me == 0 else self._await_round()
-        store = self._store if now.number == 1 else self._own_store
-        with self._lock:
-            self._round, self._ending, self._asked, self._next = now, None, None, None
+        if self._thread is None:
+            self._join()
+        else:
+            self._clean_up()
+        self._report = replace(self._report, status=_WAITING)
+        now = self._await_round()
+        if now.number > 1 and self._machine != 0:
+            self._store = self._connect(now.port)
+        self._round = now
+        self._report = replace(self._report, status=_RUNNING, round=now.number)
         (self._directory / ROUND).write_text(str(now.number))
-        place = RendezvousStoreInfo(self._job.address, now.port)
-        rank = sorted(now.members).index(self._me)
-        return RendezvousInfo(PrefixStore("stoker", store), rank, len(now.members), place)
+        self.master_port, self.world_size = now.port, len(now.members)
+        self.rank = now.members.index(self._report.token)
+        return super().next_rendezvous()
 
-    def leave(self, first: failure.Failure | None = None, *, alone: bool = False) -> None:
-        """The ranks of this machine have ended, for good; `alone`: those of the others need not."""
-        self._left.set()
-        if self._job.machines == 1 or self._store is None:
+    def _await_round(self) -> Round:
+        while not self._refused:
+            latest = self._latest
+            if latest.number > self._round.number and self._report.token in latest.members:
+                return latest
+            time.sleep(0.05)
+        self.leave()
+        raise UserError(self._refused)
+
+    # How the launch ends
+
+    def finish(self) -> None:
+        """All ranks of this machine have ended well."""
+        self._end(_FINISHED)
+
+    def leave(self, failure: Failure | None = None) -> None:
+        """The ranks of this machine have ended for good; with a failure, those of the others have to."""
+        self._end(_LEFT, failure)
+
+    def _end(self, status: str, failure: Failure | None = None) -> None:
+        self._report = replace(self._report, status=status, failure=failure)
+        self._leaving.set()
+        if self._thread is None:
             return
-        with contextlib.suppress(Exception):
-            if alone:
-                self._store.set(f"stoker/left/{self._token}", "1")
-            elif first is not None and not self._store.check([_FAILED]):
-                self._store.set(_FAILED, json.dumps(dataclasses.asdict(first)))
-            elif self._me == 0:
-                self._store.set(_OVER, "1")
-        if self._me == 0:
-            time.sleep(3 * _POLL)  # the store lives here: the others have to see the end before it goes
+        self._thread.join(timeout=5.0)  # it sends the last report, unless the first machine is gone
+        if self._machine == 0 and self._job.machines > 1:
+            time.sleep(3 * _POLL)  # the store ends with this process: the others have to read the last round before
 
-    # Coming
+    # Joining, and starting again
 
-    def _arrive(self) -> None:
-        self._store = self._connect(self._port, server=self._me == 0)
-        if self._job.machines == 1:
-            return
-        if self._me < 0:  # beyond the numbers that people give
-            self._me = self._job.machines - 1 + self._store.add("stoker/numbered", 1)
-        versions = dataclasses.astuple(own_versions())
-        self._store.set(f"stoker/here/{self._me}", json.dumps([self._token, socket.gethostname(), *versions]))
-        if self._me > 0:
-            self._compare(0)
-        for task in (self._watch, self._listen_to_pulse):
-            threading.Thread(target=task, daemon=True).start()
+    def _join(self) -> None:
+        store = self._store = self._first_store = self._connect(self._port, self._listener)
+        if self._machine < 0:  # numbers after those that people give
+            self._machine = self._job.machines - 1 + store.add(_NUMBERED_KEY, 1)
+        self._report = replace(self._report, machine=self._machine)
+        if self._machine == 0:
+            store.set(_LATEST_KEY, _encode(self._latest))
+        store.set(_MACHINE_KEY.format(self._machine), _encode(self._report))
+        first = _decode(Report, store.get(_MACHINE_KEY.format(0)))
+        if difference := _compare_versions(first, self._report):
+            raise UserError(difference)
+        self._heard = time.monotonic()
+        self._thread = threading.Thread(target=self._exchange_reports, daemon=True)
+        self._thread.start()
+        if self._machine > 0:
+            threading.Thread(target=self._watch_first_machine, daemon=True).start()
 
-    def _connect(self, port: int, *, server: bool, listening: int | None = None) -> Any:
-        seconds = datetime.timedelta(seconds=self._job.wait)
-        if server and listening is None and self._listener is not None:
-            listening = os.dup(self._listener.fileno())
-        more: dict[str, Any] = {"master_listen_fd": listening} if listening is not None else {}
+    def _connect(self, port: int, listener: socket.socket | None = None) -> Any:
+        """A client of the store at this port of the first machine; with a listener, also its server."""
+        server: dict[str, Any] = {"master_listen_fd": os.dup(listener.fileno())} if listener is not None else {}
         try:
-            return TCPStore(self._job.address, port, None, server, seconds, False, multi_tenant=False, **more)
+            return TCPStore(
+                self._job.address, port, None, bool(server), self.timeout, False, multi_tenant=False, **server
+            )
         except Exception as error:
+            reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
             raise UserError(
                 f"machine {self._job.machine_rank} cannot reach the first machine at {self._job.address}, port {port}: is "
-                f"`stoker launch` running there with --machine_rank 0, and is the port open? ({_short(error)})"
+                f"`stoker launch` running there with --machine_rank 0, and is the port open? ({reason})"
             ) from None
 
-    def _here(self, machine: int) -> list[Any] | None:
-        """Token, host name and versions of a machine; None before it has come."""
-        key = f"stoker/here/{machine}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def _compare(self, machine: int) -> None:
-        mine, theirs = [socket.gethostname(), *dataclasses.astuple(own_versions())], (self._here(machine) or [])[1:]
-        for name, own, other in zip(("Python", "torch", "stoker"), mine[1:], theirs[1:], strict=False):
-            if own != other:
-                raise UserError(
-                    f"{theirs[0]} (machine {machine}) has {name} {other}, {mine[0]} has {own}; make them the same"
-                )
-
-    def _clear_up_the_last_round(self) -> None:
-        """What its ranks have left must not be taken for the next one's, nor what they have started take its cores."""
-        if self._round.number > 0 and leftovers.JOB in os.environ:
-            leftovers.end(os.environ[leftovers.JOB])
+    def _clean_up(self) -> None:
+        """Ends what the ranks of the last round have started, and removes their reports."""
+        leftovers.end(os.environ[leftovers.JOB])
         for pattern in ("failed.*", "ended.*"):
             for path in self._directory.glob(pattern):
                 path.unlink(missing_ok=True)
 
-    # The first machine calls rounds
+    def _open_round_store(self) -> int:
+        with listen(replace(self._job, port=None)) as listener:
+            port: int = listener.getsockname()[1]
+            self._store = self._connect(port, listener)
+        return port
 
-    def _call_round(self) -> Round:
-        before = self._round
+    # Threads
+
+    def _exchange_reports(self) -> None:
+        """Writes this machine's reports and reads the rounds, until the launch ends; on the first machine, decides them."""
         try:
-            members = self._gather(before) if self._job.machines > 1 else {0: self._token}
+            store = self._connect(self._port)
+            coordinator = Coordinator(self._job, self._port, self._open_round_store) if self._machine == 0 else None
+            key, count = _MACHINE_KEY.format(self._machine), 0
+            while self.failure_elsewhere is None:
+                leaving, count = self._leaving.is_set(), count + 1
+                if _decode(Report, store.get(key)).token != self._report.token:
+                    raise UserError(
+                        f"another launch has joined as machine {self._machine}; give each its own --machine_rank"
+                    )
+                store.set(key, _encode(replace(self._report, count=count)))
+                if coordinator is not None:
+                    store.set(_LATEST_KEY, _encode(coordinator.decide(self._latest, self._read_reports(store))))
+                self._latest = _decode(Round, store.get(_LATEST_KEY))
+                self._heard = time.monotonic()
+                if self._latest.failure is not None:
+                    self._stop(self._latest.failure)
+                elif self._latest.finished and self._report.status == _WAITING:
+                    self._refused = "the job has ended"
+                if leaving:
+                    return
+                self._leaving.wait(_POLL if self._report.status == _RUNNING else 0.1)
         except UserError as error:
-            self.leave(failure.Failure(None, "", time.time(), 2, str(error)))
-            raise
-        port = self._port
-        if before.number > 0:
-            # Ranks that are started again get a store of their own: the keys of the last one lead to ranks that are gone.
-            fresh = listen(dataclasses.replace(self._job, port=None))
-            port = fresh.getsockname()[1]
-            self._own_store = self._connect(port, server=True, listening=fresh.detach())
-        now = Round(before.number + 1, members, port)
-        self._store.set(f"stoker/round/{now.number}", now.to_word())
-        if before.number > 0 and self._job.elastic:
-            self._say_who(before, now)
-        return now
-
-    def _gather(self, before: Round) -> dict[int, str]:
-        """Waits for those who were there and still are, and for enough others; takes as many as there is room for."""
-        job, start = self._job, time.monotonic()
-        with self._lock:
-            self._end_round(_BROKEN)
-        said = start + 10
-        while True:
-            if self._refused:
-                raise UserError(self._refused)
-            ready = {0: self._token, **self._ready(before)}
-            awaited = [m for m, token in before.members.items() if m not in ready and self._is_alive(m, token)]
-            waited = time.monotonic() - start
-            last_call = before.number > 0 or waited > _LAST_CALL
-            if not awaited and (len(ready) >= job.machines or (len(ready) >= job.least and last_call)):
-                first = sorted(ready, key=lambda m: (m not in before.members, m))[: job.machines]
-                return {m: ready[m] for m in sorted(first)}
-            missing = set(range(job.machines)) - set(ready)
-            if waited > job.wait:
-                raise UserError(f"machines {_listed(missing)} of {job.machines} did not arrive within {job.wait:.0f} s")
-            if time.monotonic() > said:
-                said = time.monotonic() + 60
-                print(
-                    f"stoker: waiting for machine {_listed(missing)}; start `stoker launch --machine_rank N "
-                    f"--main_process_ip {job.address} --main_process_port {self._port} ...` there",
-                    file=sys.stderr,
-                )
-            time.sleep(0.1)
-
-    def _ready(self, before: Round) -> dict[int, str]:
-        """The other machines that want the round after `before`, by their tokens."""
-        found = {}
-        for machine in self._others():
-            here, key = self._here(machine), f"stoker/ready/{machine}"
-            if here is None:
-                continue
-            try:
-                self._compare(machine)
-            except UserError:
-                if not self._job.elastic:
-                    raise
-                continue  # it has said so itself, and ended
-            if not self._store.check([key]):
-                continue
-            token, after = json.loads(self._store.get(key))
-            was_member = before.members.get(machine) == token
-            if token == here[0] and not (was_member and after < before.number) and self._is_alive(machine, token):
-                found[machine] = token
-        return found
-
-    def _others(self) -> range:
-        return range(1, self._job.machines + int(self._store.add("stoker/numbered", 0)))
-
-    def _is_alive(self, machine: int, token: str) -> bool:
-        if machine == 0:
-            return True
-        here = self._here(machine)
-        if here is None or here[0] != token or self._store.check([f"stoker/left/{token}"]):
-            return False
-        count, now = self._store.add(f"stoker/beat/{machine}", 0), time.monotonic()
-        if self._beats.get(machine, (-1, 0.0))[0] != count:
-            self._beats[machine] = (count, now)
-        return now - self._beats[machine][1] <= self._job.silence
-
-    def _say_who(self, before: Round, now: Round) -> None:
-        went = set(before.members.items()) - set(now.members.items())
-        came = set(now.members.items()) - set(before.members.items())
-        told = [f"machine {self._named(m)} is gone" for m, _ in sorted(went) if m not in now.members]
-        told += [f"machine {self._named(m)} has come" for m, _ in sorted(came)]
-        count = f"{len(now.members)} of {self._job.machines} machines"
-        print(f"stoker: {', '.join(told) or 'ranks have failed'}; going on with {count}", file=sys.stderr, flush=True)
-
-    def _named(self, machine: int) -> str:
-        return f"{machine} ({(self._here(machine) or ['', '?'])[1]})"
-
-    def _look_at_the_others(self) -> None:
-        """On the first machine, while a round is under way: whether it can stay as it is."""
-        now = self._round
-        if now.number == 0 or self._ending is not None:
-            return
-        for machine, token in now.members.items():
-            if self._is_alive(machine, token):
-                continue
-            if not self._job.elastic:
-                self._gone(machine)
-                self._store.set(_FAILED, json.dumps(dataclasses.asdict(self.failure_elsewhere)))  # type: ignore[arg-type]
-                raise ConnectionError
-            self._end_round(_LOST)
-            return
-        ready = self._ready(now)
-        if any(now.members.get(machine) == token for machine, token in ready.items()):
-            self._end_round(_BROKEN)
-        elif ready and len(now.members) < self._job.machines:
-            self._end_round(_JOINED)
-
-    def _end_round(self, why: str) -> None:
-        if self._round.number and self._ending is None:
-            self._ending = why
-            self._store.set(f"stoker/ending/{self._round.number}", why)
-
-    # The others follow
-
-    def _await_round(self) -> Round:
-        self._asked = self._round.number
-        while self._next is None:
-            if self._refused:
-                raise UserError(self._refused)
-            time.sleep(0.05)
-        if self._next.number > 1:
-            self._own_store = self._connect(self._next.port, server=False)
-        return self._next
-
-    def _follow(self, store: Any, told: list[int]) -> None:
-        """Says what this machine wants and reads what the first one has called. `told`: what was said last."""
-        asked = self._asked
-        if asked is not None and told != [asked]:
-            told[:] = [asked]
-            store.set(f"stoker/ready/{self._me}", json.dumps([self._token, asked]))
-        if json.loads(store.get(f"stoker/here/{self._me}"))[0] != self._token:
-            self._refused = f"another launch has come as machine {self._me}; give each its own --machine_rank"
-            self.failure_elsewhere = failure.Failure(None, "", 0.0, 2, self._refused)
-            raise ConnectionError
-        if asked is None:
-            key = f"stoker/ending/{self._round.number}"
-            if self._ending is None and store.check([key]):
-                self._ending = store.get(key).decode()
-            return
-        if store.check([_OVER]):
-            self._refused = "the job is over"
-            return
-        number = asked + 1
-        while self._next is None and store.check([f"stoker/round/{number}"]):
-            found = Round.from_word(store.get(f"stoker/round/{number}").decode())
-            if found.members.get(self._me) == self._token:
-                self._next = found
-            number += 1
-
-    # Signs of life
-
-    def _watch(self) -> None:
-        """Says that this machine is there, learns what has become of the others, and ends its ranks if the job has failed."""
-        told: list[int] = []
-        try:
-            store = self._connect(self._port, server=False)
-            while not self._left.wait(_POLL if self._asked is None else 0.1):
-                if store.check([_FAILED]):
-                    self.failure_elsewhere = failure.parse(store.get(_FAILED).decode())
-                    break
-                store.add(f"stoker/beat/{self._me}", 1)
-                self._pulse = time.monotonic()
-                if self._me == 0:
-                    with self._lock:
-                        self._look_at_the_others()
-                else:
-                    self._follow(store, told)
+            self._stop(failure.of_launch(str(error), 2))
         except Exception:
-            self._gone(0)
-        self._end_here()
+            self._stop(_gone(f"machine 0 ({self._job.address})"))
 
-    def _listen_to_pulse(self) -> None:
-        """A machine that has lost power answers nothing, and a question to it waits for ever."""
-        while not self._left.wait(1.0):
-            if time.monotonic() - self._pulse > self._job.silence:
-                self._gone(0)
-                self._end_here()
+    def _read_reports(self, store: Any) -> list[Report]:
+        machines = range(self._job.machines + int(store.add(_NUMBERED_KEY, 0)))
+        keys = [_MACHINE_KEY.format(machine) for machine in machines]
+        return [_decode(Report, store.get(key)) for key in keys if store.check([key])]
+
+    def _watch_first_machine(self) -> None:
+        """A machine that has lost power does not answer, and a call to its store does not return."""
+        while not self._leaving.wait(1.0):
+            if time.monotonic() - self._heard > self._job.silence:
+                self._stop(_gone(f"machine 0 ({self._job.address})"))
                 return
 
-    def _gone(self, machine: int) -> None:
-        where = f" ({self._job.address})" if machine == 0 else ""
-        text = f"machine {machine}{where} is gone: its launch was ended, it is down, or the network is"
-        self.failure_elsewhere = self.failure_elsewhere or failure.Failure(None, "", 0.0, 1, text)
-
-    def _end_here(self) -> None:
-        if self.failure_elsewhere is None or self._left.is_set():
+    def _stop(self, failure: Failure) -> None:
+        """Ends this machine's ranks because the job has failed elsewhere."""
+        if self.failure_elsewhere is not None or self._leaving.is_set():
             return
-        if self._round.number == 0:  # the agent listens to signals only once it has ranks
-            self._refused = self.failure_elsewhere.text
+        self.failure_elsewhere = failure
+        if self._round.number == 0:  # the agent handles signals only once it has ranks
+            self._refused = failure.text
         else:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _kill_ranks() -> None:
-    """The ranks are this process's children; their forwarders are not, and still have last words to pass on."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"stoker.launch.run" in (path.parent / "cmdline").read_bytes().split(b"\0"):
-                os.kill(int(path.parent.name), signal.SIGKILL)
+def _compare_versions(other: Report, own: Report) -> str:
+    """What differs between another machine and this one; empty if nothing does."""
+    for name in ("python", "torch", "stoker"):
+        theirs, ours = getattr(other, name), getattr(own, name)
+        if theirs != ours:
+            return f"{other.host} has {name} {theirs}, {own.host} has {ours}; install the same version on both"
+    return ""
 
 
-def _listed(numbers: set[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
-
-
-def _short(error: Exception) -> str:
-    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+def _gone(machine: str) -> Failure:
+    return failure.of_launch(f"{machine} is gone: its launch was ended, it is down, or the network is")

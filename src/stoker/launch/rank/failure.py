@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Failure", "parse", "read_ends", "read_reports", "tell", "wait_until_said"]
+__all__ = ["Failure", "killed", "of_launch", "parse", "read_ends", "read_reports", "tell", "wait_until_said"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ def wait_until_said(directory: Path, seconds: float = 5.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end and any(directory.glob("speaking.*")):
         time.sleep(0.02)
+
+
+def of_launch(text: str, code: int = 1) -> Failure:
+    return Failure(None, "", 0.0, code, text)
 
 
 def killed(rank: int, host: str, number: int) -> Failure:

@@ -1,0 +1,193 @@
+"""The first machine's decisions: who takes part in a round, and when it ends. The clock is the test's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stoker.launch.launchers import rendezvous
+from stoker.launch.launchers.elastic_job import Job
+from stoker.launch.launchers.rendezvous import Coordinator, Report, Round
+from stoker.launch.rank import failure
+
+
+class Machines:
+    """Reports of machines that a test starts, stops and changes; `step` lets seconds pass and returns the round."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **job: int) -> None:
+        self.reports: dict[int, Report] = {}
+        self.silent: set[int] = set()
+        self._time = 1000.0
+        monkeypatch.setattr(rendezvous.time, "monotonic", lambda: self._time)
+        self._round = Round(port=29500)
+        self._coordinator = Coordinator(Job(local_size=1, **job), 29500, lambda: 40000)
+
+    def start(self, *machines: int, token: str = "a") -> None:
+        for machine in machines:
+            self.reports[machine] = Report(f"{machine}{token}", f"host{machine}", "3.11", "2.13", "1.0", machine)
+
+    def change(self, *machines: int, **to: object) -> None:
+        for machine in machines:
+            self.reports[machine] = replace(self.reports[machine], **to)  # type: ignore[arg-type]
+
+    def step(self, seconds: int = 1) -> Round:
+        for _ in range(seconds):
+            self._time += 1
+            for machine in set(self.reports) - self.silent:
+                self.change(machine, count=self.reports[machine].count + 1)
+            self._round = self._coordinator.decide(self._round, [self.reports[m] for m in sorted(self.reports)])
+        return self._round
+
+    def run(self) -> Round:
+        """Until all machines that are in the round run it."""
+        now = self.step()
+        self.change(*(int(token[0]) for token in now.members), status="running", round=now.number)
+        return self.step()
+
+
+def test_the_first_round_waits_for_machines_beyond_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=3, least=2)
+    machines.start(0, 1)
+    assert machines.step(10).number == 0
+    assert machines.step(10) == Round(1, ["0a", "1a"], 29500)
+
+
+def test_a_full_first_round_starts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=1)
+    machines.start(0)
+    assert machines.step(3).number == 0
+    machines.start(1)
+    assert machines.step().number == 1
+
+
+def test_a_fixed_number_of_machines_waits_until_the_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=3, least=3, wait=60)
+    machines.start(0, 2)
+    assert machines.step(50).failure is None
+    reason = machines.step(20).failure
+    assert reason is not None
+    assert (reason.code, reason.text) == (2, "machines 1 of 3 did not arrive within 60 s")
+
+
+def test_a_silent_machine_ends_the_round_and_the_others_continue(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = Machines(monkeypatch, machines=3, least=1)
+    machines.start(0, 1, 2)
+    assert machines.run().number == 1
+    machines.silent = {1}
+    assert machines.step(10).ending == ""
+    assert machines.step(10).ending == "broken"
+    machines.change(2, status="waiting")
+    assert machines.step().number == 1, "machine 0 still stops its ranks"
+    machines.change(0, status="waiting")
+    assert machines.step() == Round(2, ["0a", "2a"], 40000)
+    assert "machine 1 (host1) is gone; continuing with 2 of 3 machines" in capsys.readouterr().err
+
+
+def test_a_machine_that_leaves_ends_the_round_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=1)
+    machines.start(0, 1)
+    machines.run()
+    machines.change(1, status="left")
+    assert machines.step().ending == "broken"
+    machines.change(0, status="waiting")
+    assert machines.step().members == ["0a"]
+
+
+def test_a_silent_machine_fails_a_job_of_a_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2)
+    machines.start(0, 1)
+    machines.run()
+    machines.silent = {1}
+    reason = machines.step(20).failure
+    assert reason is not None
+    assert reason.text.startswith("machine 1 (host1) is gone")
+
+
+def test_a_machine_joins_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = Machines(monkeypatch, machines=2, least=1)
+    machines.start(0)
+    machines.step(20)
+    assert machines.run().number == 1
+    machines.start(2, 3)
+    assert machines.step().ending == "joined"
+    machines.change(0, status="waiting")
+    now = machines.run()
+    assert now.members == ["0a", "2a"]
+    assert machines.step(5) == now, "there is no room for machine 3"
+    assert "machine 2 (host2) has joined; continuing with 2 of 2 machines" in capsys.readouterr().err
+
+
+def test_failed_ranks_start_again_with_all_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2)
+    machines.start(0, 1)
+    machines.run()
+    machines.change(1, status="waiting")
+    assert machines.step().ending == "broken"
+    machines.change(0, status="waiting")
+    assert machines.run() == Round(2, ["0a", "1a"], 40000)
+
+
+def test_a_member_that_has_not_seen_the_round_yet_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2)
+    machines.start(0, 1)
+    machines.step()
+    machines.change(0, status="running", round=1)
+    assert machines.step(5) == Round(1, ["0a", "1a"], 29500)
+
+
+def test_a_restarted_launch_of_the_same_machine_is_a_new_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=1)
+    machines.start(0, 1)
+    machines.run()
+    machines.start(1, token="b")
+    assert machines.step().ending == "broken"
+    machines.change(0, status="waiting")
+    assert machines.run().members == ["0a", "1b"]
+
+
+def test_a_machine_that_has_finished_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2)
+    machines.start(0, 1)
+    now = machines.run()
+    machines.change(1, status="finished")
+    machines.silent = {1}
+    assert machines.step(100) == now
+    machines.change(0, status="finished")
+    assert machines.step() == replace(now, finished=True)
+
+
+def test_other_versions_fail_a_job_of_a_fixed_size_and_are_left_out_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    for least in (1, 2):
+        machines = Machines(monkeypatch, machines=2, least=least)
+        machines.start(0, 1)
+        machines.change(1, torch="2.12")
+        now = machines.step(20)
+        if least == 1:
+            assert now.members == ["0a"]
+        else:
+            assert now.failure is not None
+            assert now.failure.text == "host1 has torch 2.12, host0 has 2.13; install the same version on both"
+
+
+def test_a_reported_failure_reaches_all_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=1)
+    machines.start(0, 1)
+    machines.run()
+    first = failure.Failure(1, "host1", 5.0, 3, "ValueError")
+    machines.change(1, status="left", failure=first)
+    assert machines.step().failure == first
+
+
+def test_records_are_decoded_as_they_were_encoded() -> None:
+    reason = failure.of_launch("no", 2)
+    report = Report("t", "host", "3.11", None, "1.0", 4, "running", 3, 7, reason)
+    now = Round(2, ["a", "b"], 40000, "joined", True, reason)
+    for record in (report, replace(report, failure=None), now, replace(now, failure=None)):
+        assert rendezvous._decode(type(record), rendezvous._encode(record).encode()) == record  # type: ignore[type-var]
+    other = rendezvous._decode(Report, b'["t", "host", "3.9", "2.6", "0.1", "what another version adds"]')
+    assert (other.host, other.stoker) == ("host", "0.1")
