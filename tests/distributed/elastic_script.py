@@ -1,9 +1,9 @@
 """A script with a Trainer: `elastic_script.py --output_dir DIR [--kill_at STEP] [--wait_at STEP] [--stop_at STEP] [--own]
 [--dropout X]`.
 
-transformers' Trainer, or with --own Stoker's. In the first attempt, rank 1 ends itself with SIGKILL in the step of --kill_at,
-or in that of --wait_at makes DIR/waiting and trains no further. In the step of --stop_at the last rank sends itself SIGTERM,
-once in the life of DIR. Rank 0 writes the sum of the weights to DIR/result.txt.
+Uses transformers' Trainer, or with --own Stoker's. In the first attempt, rank 1 kills itself with SIGKILL in step --kill_at; in
+step --wait_at it creates DIR/waiting and sleeps. In step --stop_at the last rank sends itself SIGTERM, once per DIR. Rank 0
+writes the sum of the weights to DIR/result.txt.
 """
 
 import os

@@ -31,7 +31,7 @@ class Clock(datetime):
 
 dynamic_rendezvous.datetime = Clock
 parameters = RendezvousParameters(
-    "c10d", args.endpoint, "run", 2, 2, args.endpoint.partition(":")[0], is_host=args.serve, read_timeout=3,
+    "c10d", args.endpoint, "run", 2, 2, args.endpoint.partition(":")[0], is_host=args.serve, read_timeout=2,
     join_timeout=20, heartbeat_timeout=3, keep_alive_interval=args.keep_alive, keep_alive_max_attempt=3,
 )  # fmt: skip
 backend, store = create_backend(parameters)
