@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import stoker
+from stoker.requires import VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "csrc").glob("*/*.cpp"))
@@ -37,9 +38,20 @@ def test_the_wheel_carries_the_native_library_and_the_types(installed: metadata.
     assert not [name for name in names if name.startswith(("tests", "csrc", "docs"))]
 
 
-def test_the_package_asks_for_torch_without_choosing_one(installed: metadata.Distribution) -> None:
-    requirements = [line for line in installed.requires or () if re.match(r"torch\b", line)]
-    assert requirements == ["torch>=2.6"]
+@pytest.mark.parametrize("library", VERSIONS)
+def test_the_package_asks_for_the_versions_that_are_supported(library: str) -> None:
+    """Read from pyproject.toml: the installed metadata may be older than the source."""
+    asked = re.findall(rf'"{library}([<>=][^"]*)"', (ROOT / "pyproject.toml").read_text())
+    assert asked == [VERSIONS[library].range]
+
+
+def test_the_makefile_tests_the_oldest_and_the_newest_versions() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.findall(r"^TORCH +\?= torch==(.*)$", makefile, re.M) == [VERSIONS["torch"].newest]
+    for library in ("transformers", "accelerate"):
+        assert re.findall(rf"\b{library}==(\S+)", makefile) == [VERSIONS[library].oldest]
+        if metadata.version(library) != VERSIONS[library].oldest:  # `make oldest`
+            assert metadata.version(library) == VERSIONS[library].newest
 
 
 def test_all_version_numbers_are_one() -> None:

@@ -10,8 +10,11 @@ import argparse
 from typing import Any
 
 from stoker.numbers import finite_number, whole_number
+from stoker.requires import require, supported
 
 __all__ = ["StrictValues", "is_text"]
+
+supported("option values")  # else `_get_value` below would never be called
 
 
 def is_text(word: str) -> bool:
@@ -25,6 +28,11 @@ def is_text(word: str) -> bool:
 
 class StrictValues(argparse.ArgumentParser):
     """Rejects inf, NaN, whole numbers beyond 64 bits, and text that is not UTF-8, for every option."""
+
+    @property
+    def option_names(self) -> list[str]:
+        require("option names")
+        return list(self._option_string_actions)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if not is_text(arg_string):

@@ -12,7 +12,8 @@ from stoker.machine.load import Load, between
 from stoker.machine.rates import Rates, TrainingStep
 from stoker.machine.software import Software, Torch
 from stoker.machine.verdicts import Evidence, Verdict, verdicts
-from stoker.machine.version_pairs import find_bad_pairs, release
+from stoker.machine.version_pairs import find_bad_pairs, untested
+from stoker.requires import release
 
 Recorded = Callable[[str], Machine]
 
@@ -144,8 +145,10 @@ def test_a_crashing_debug_setting_is_a_warning_for_that_version_of_torch(recorde
         ({"oneccl_bind_pt": "2.8.0+cpu", "torch": "2.13.0"}, "pip uninstall oneccl_bind_pt"),
         ({"impi-rt": "2021.19.0"}, "pip install impi-rt==2021.18.1"),
         ({"oneccl": "2022.2.0"}, "pip install oneccl-devel==2021.13.1"),
-        ({"transformers": "5.22.2", "accelerate": "0.34.2"}, "pip install --upgrade accelerate"),
-        ({"torch": "2.2.2", "numpy": "2.0.0"}, "pip install --upgrade torch"),
+        ({"accelerate": "0.34.2"}, "pip install 'accelerate>=1.3.0,<2'"),
+        ({"transformers": "4.56.2"}, "pip install 'transformers>=4.57.1,<6'"),
+        ({"transformers": "6.0.0"}, "pip install 'transformers>=4.57.1,<6'"),
+        ({"torch": "2.12.1"}, "pip install 'torch>=2.13.0,<3'"),
     ],
 )
 def test_versions_that_clash_say_what_to_install(versions: dict[str, str], install: str, recorded: Recorded) -> None:
@@ -156,14 +159,18 @@ def test_versions_that_clash_say_what_to_install(versions: dict[str, str], insta
 
 def test_compatible_versions_give_no_verdict() -> None:
     good = {
-        "intel_extension_for_pytorch": "2.8.0",
-        "torch": "2.8.1",
+        "torch": "2.13.0+cpu",
         "impi-rt": "2021.18.1",
         "transformers": "5.22.2",
         "accelerate": "1.15.0",
         "numpy": "2.4.6",
     }
     assert find_bad_pairs(good) == []
+
+
+def test_a_version_newer_than_the_newest_tested_is_marked() -> None:
+    assert untested("transformers", "5.22.2") == untested("numpy", "99.0") == ""
+    assert untested("torch", "2.99.0") == "newer than 2.13.0, the newest version tested"
 
 
 def test_releases_are_compared_by_number() -> None:

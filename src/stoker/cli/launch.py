@@ -13,6 +13,7 @@ from stoker.launch.config.config_file import LAUNCHERS, PRECISIONS
 from stoker.launch.options import Options
 from stoker.launch.placement.divide_cores import parse_nodes
 from stoker.launch.rank import allocators
+from stoker.requires import require
 
 __all__ = ["main", "parse"]
 
@@ -287,6 +288,7 @@ def _add(parser: Any, *names: str, **rest: Any) -> None:
     if "dest" not in rest:
         rest["dest"] = next(name for name in names if name.startswith("--")).lstrip("-").replace("-", "_")
     action = parser.add_argument(*names, **rest)
+    require("option names")
     for name in names:
         if name.startswith("--"):
             parser._option_string_actions.setdefault(name.replace("_", "-"), action)

@@ -43,9 +43,8 @@ class Parser(StrictValues):
         help_line = f"`{self.prog} --help` lists its options"
         if match := re.match(r"unrecognized arguments: (.*)", message, re.S):
             word = match[1].split()[0] if match[1].split() else match[1]
-            options = [option for action in self._actions for option in action.option_strings]
             kind = "option" if word.startswith("-") else "argument"
-            raise UserError(f"{self.prog}: unknown {kind} {word}{did_you_mean(word, options)}; {help_line}")
+            raise UserError(f"{self.prog}: unknown {kind} {word}{did_you_mean(word, self.option_names)}; {help_line}")
         raise UserError(f"{self.prog}: {message}; {help_line}")
 
 

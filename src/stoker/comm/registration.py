@@ -25,5 +25,7 @@ def register() -> None:
 
 def _create(options: Any, backend_options: Any = None) -> Any:
     from stoker.comm.process_group import create
+    from stoker.requires import require
 
+    require("ccl")
     return create(options)

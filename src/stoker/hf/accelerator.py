@@ -19,6 +19,7 @@ from stoker.distributed.local_sgd import LocalSGD
 from stoker.distributed.settings import DistributedSettings
 from stoker.hf.ddp_backend import choose, join, several_processes
 from stoker.hf.ranks import NOT_IN_DDP, configure_ddp, warn_of_ignored_settings, without_ddp
+from stoker.requires import drop_unsupported, supported
 
 __all__ = ["Accelerator", "clip_in_one_pass"]
 
@@ -27,6 +28,7 @@ log = logging.getLogger("stoker")
 _LOCAL_SGD_FILE = "stoker_local_sgd.pt"
 
 
+@drop_unsupported
 class Accelerator(_Stock):  # type: ignore[misc]
     """Use it wherever accelerate.Accelerator was used."""
 
@@ -119,7 +121,7 @@ class Accelerator(_Stock):  # type: ignore[misc]
 
 def clip_in_one_pass(accelerator: _Stock) -> None:
     """Makes `accelerator`, Stoker's or the one of a Trainer, clip gradients with Stoker's kernel."""
-    if "clip_grad_norm_" not in vars(accelerator):
+    if "clip_grad_norm_" not in vars(accelerator) and supported("gradient clipping"):
         accelerator.clip_grad_norm_ = functools.partial(_clip, accelerator, accelerator.clip_grad_norm_)
 
 

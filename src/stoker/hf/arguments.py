@@ -18,6 +18,7 @@ from stoker.distributed.settings import COMPRESSIONS, DistributedSettings
 from stoker.errors import UserError
 from stoker.hf.ddp_backend import choose, join
 from stoker.hf.retired import RETIRED, Retired
+from stoker.requires import drop_unsupported
 
 # No postponed annotations here: HfArgumentParser reads the types of these fields.
 
@@ -45,6 +46,7 @@ _RetiredArguments: Any = dataclasses.make_dataclass(
 _BACKENDS = ["nccl", "gloo", "mpi", "ccl", "xccl", "hccl", "cncl", "mccl"]
 
 
+@drop_unsupported
 @dataclass
 class TrainingArguments(_RetiredArguments, transformers.TrainingArguments):  # type: ignore[misc]
     """transformers.TrainingArguments with the retired arguments, and with what Stoker adds."""

@@ -1,8 +1,8 @@
-"""Unmodified scripts: what `stoker launch` installs in a script's own process before the script runs.
+"""Support for unmodified scripts: what `stoker launch` installs in the script's process before the script runs.
 
-One layer, in one place, switched off by `--no-compat`. When transformers or accelerate has been imported, its Trainer,
-TrainingArguments and Accelerator are replaced by Stoker's subclasses of them, by import hooks; nothing inside their
-classes is touched. A version that does not fit is refused, never half-patched.
+Import hooks replace the Trainer and TrainingArguments of transformers and the Accelerator of accelerate by Stoker's
+subclasses; nothing inside their classes is changed. Versions that were never tested are refused, and `--no-compat` installs
+nothing. What the subclasses rely on is listed in `stoker.requires`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import functools
 import importlib.abc
 import importlib.machinery
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -20,30 +19,14 @@ from typing import Any
 
 from stoker.errors import UserError
 from stoker.hf import imports
+from stoker.requires import VERSIONS, release, supported
 
-__all__ = ["SUPPORTED", "check_version", "install"]
-
-SUPPORTED = {"transformers": ((4, 57), (6, 0)), "accelerate": ((1, 3), (2, 0))}
-"""From this version on, below that one. The first and the newest of each are run by the tests."""
-
-# What the subclasses build on; a class without one of these is not the class they were written for.
-_EXPECTED = {
-    "Trainer": (
-        "create_optimizer",
-        "_wrap_model",
-        "training_step",
-        "compute_loss",
-        "get_train_dataloader",
-        "evaluation_loop",
-    ),
-    "TrainingArguments": ("__post_init__", "_setup_devices", "ddp_timeout_delta", "process_index"),
-    "Accelerator": ("prepare", "mixed_precision", "device"),
-}
+__all__ = ["check_version", "install"]
 
 
 def install(*, optimise: bool = True, backend: str | None = None, first: bool = True) -> Layer:
-    """Installs the layer in this process; `first`: this is rank 0, which speaks for all."""
-    for package in SUPPORTED:
+    """Installs the hooks in this process. `first`: this is rank 0, which prints for all ranks."""
+    for package in ("transformers", "accelerate"):
         check_version(package)
     layer = Layer(optimise, backend, first)
     sys.meta_path.insert(0, layer)
@@ -55,41 +38,38 @@ def install(*, optimise: bool = True, backend: str | None = None, first: bool = 
 
 
 def check_version(package: str, version: str | None = None) -> None:
-    """Refuses a version that the layer was not written for."""
+    """Raises UserError for a version outside the supported range."""
     if version is None:
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
             return
-    lowest, below = SUPPORTED[package]
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if not lowest <= numbers < below:
-        wanted = f"{package}>={'.'.join(map(str, lowest))},<{'.'.join(map(str, below))}"
+    if not VERSIONS[package].include(release(version)):
         raise UserError(
-            f"{package} {version} is not one that unmodified scripts are known to work with; `pip install '{wanted}'`, or "
-            "give --no-compat to run the script without any hooks"
+            f"unmodified scripts are not supported with {package} {version}; run `pip install "
+            f"'{package}{VERSIONS[package].range}'`, or use --no-compat to run the script without any hooks"
         )
 
 
 class Layer(importlib.abc.MetaPathFinder):
-    """Watches for the modules whose classes are replaced."""
+    """An import hook that replaces classes as soon as their modules have been imported."""
 
     def __init__(self, optimise: bool, backend: str | None, first: bool) -> None:
         self.optimise = optimise
         self.backend = backend
         self._first = first
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         self._busy: set[str] = set()
         self._trained_plainly: bool | None = None
         """Whether no model was optimised when an optimizer first stepped; None before that."""
 
     def stepped(self, *_: Any) -> None:
-        # It stays among the hooks: torch goes through them while it calls them, so none may remove itself.
+        # torch iterates over its hooks while it calls them, so this one must not remove itself.
         if self._trained_plainly is None:
             self._trained_plainly = not _any_optimized()
 
     def say_if_nothing_was_optimised(self) -> None:
-        """At the end of a script: its own loop is the one thing that cannot be sped up from outside."""
+        """Called when the script ends: a training loop of its own cannot be optimised from outside."""
         if self._trained_plainly and not _any_optimized():
             self.say(
                 "nothing was optimised, because this script has a training loop of its own; to speed it up, add `import stoker; "
@@ -97,9 +77,9 @@ class Layer(importlib.abc.MetaPathFinder):
             )
 
     def say(self, line: str) -> None:
-        """One line once, by rank 0."""
-        if self._first and line not in self._said:
-            self._said.add(line)
+        """Prints `line` once, on rank 0 only."""
+        if self._first and line not in self._printed:
+            self._printed.add(line)
             print(f"stoker: {line}", file=sys.stderr)
 
     def find_spec(
@@ -107,7 +87,7 @@ class Layer(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name not in _HOOKS or name in self._busy:
             return None
-        self._busy.add(name)  # the others on the list are asked for the real one
+        self._busy.add(name)  # so that the other finders look for the module itself
         try:
             spec = importlib.util.find_spec(name)
         finally:
@@ -122,7 +102,7 @@ class Layer(importlib.abc.MetaPathFinder):
 
 
 class _Then(importlib.abc.Loader):
-    """A loader that does something once its module is there."""
+    """A loader that calls `then` after its module has been executed."""
 
     def __init__(self, loader: Any, then: Callable[[], None]) -> None:
         self._loader = loader
@@ -143,17 +123,16 @@ class _Then(importlib.abc.Loader):
 def _arguments(layer: Layer) -> None:
     stock = _ready("transformers.training_args", "TrainingArguments")
     ours = stock and _ready("stoker.hf.arguments", "TrainingArguments", load=True)
-    if not ours or issubclass(stock, ours):
+    if not ours or issubclass(stock, ours) or not supported("TrainingArguments"):
         return
-    _check_shape(stock, "transformers")
 
     class TrainingArguments(ours):  # type: ignore[misc, valid-type]
-        """transformers' arguments, as `stoker launch` gives them to a script."""
+        """The TrainingArguments of a script that was started by `stoker launch`."""
 
         def __post_init__(self) -> None:
             if not layer.optimise:
                 if getattr(self, "use_ipex", None):
-                    layer.say("use_ipex: left out, because of --no-ipex")
+                    layer.say("use_ipex is ignored because of --no-ipex")
                 self.use_ipex = False
             super().__post_init__()
 
@@ -166,23 +145,21 @@ def _trainer(layer: Layer) -> None:
     ours = stock and _ready("stoker.hf.trainer", "Trainer", load=True)
     if not ours or issubclass(stock, ours):
         return
-    _check_shape(stock, "transformers")
     module = sys.modules["transformers.trainer"]
     accelerator = getattr(module, "Accelerator", None)
     if accelerator is not None and accelerator.__module__ == "accelerate.accelerator" and hasattr(accelerator, "stock"):
-        module.Accelerator = accelerator.stock  # type: ignore[attr-defined]  # the Trainer optimises by itself
+        module.Accelerator = accelerator.stock  # type: ignore[attr-defined]  # the Trainer optimises models itself
     _replace(module, type("Trainer", (ours,), {"__doc__": ours.__doc__}))
-    if layer.optimise:
+    if layer.optimise and supported("Trainer: optimisation"):
         layer.say("Trainer: models are optimised before training; --no-ipex leaves them as they are")
 
 
 def _accelerator(layer: Layer) -> None:
     stock = _ready("accelerate.accelerator", "Accelerator")
-    if stock is None or hasattr(stock, "stock"):
+    if stock is None or hasattr(stock, "stock") or not supported("Accelerator"):
         return
-    _check_shape(stock, "accelerate")
-    told = any(os.environ.get(name) for name in ("STOKER_LOCAL_SGD", "STOKER_GRADIENT_COMPRESSION"))
-    if not layer.optimise and layer.backend is None and not told:
+    distributed = any(os.environ.get(name) for name in ("STOKER_LOCAL_SGD", "STOKER_GRADIENT_COMPRESSION"))
+    if not layer.optimise and layer.backend is None and not distributed:
         return
     ours = _ready("stoker.hf.accelerator", "Accelerator", load=True)
     if not ours:
@@ -204,11 +181,13 @@ _KEPT: list[Any] = []
 
 
 def _groups(_: Layer) -> None:
-    """A process group that was destroyed is kept until the process ends.
+    """Keeps destroyed process groups alive until the process ends.
 
-    The last one to let go of gloo's joins its threads while holding Python's lock. A thread that is just giving back a tensor
-    waits for that lock, and a script whose model goes out of scope after `end_training` then never ends.
+    Releasing the last reference to a gloo group joins its threads while holding the GIL. If one of them is releasing a tensor, it
+    waits for the GIL, and a script whose model goes out of scope after `end_training` never ends.
     """
+    if not supported("destroyed groups"):
+        return
     module: Any = sys.modules["torch.distributed.distributed_c10d"]
     stock = module.destroy_process_group
     if hasattr(stock, "stock"):
@@ -227,12 +206,12 @@ def _groups(_: Layer) -> None:
 
 
 def _any_optimized() -> bool:
-    report = sys.modules.get("stoker.model.optimization_report")  # not imported: nobody has asked for it
+    report = sys.modules.get("stoker.model.optimization_report")  # if it is not imported, nothing was optimised
     return report is not None and bool(report.any_optimized())
 
 
 def _optimizers(layer: Layer) -> None:
-    """Notices the first step of an optimizer."""
+    """Records the first step of any optimizer."""
     if layer.optimise:
         sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(layer.stepped)
 
@@ -243,7 +222,7 @@ _HOOKS: dict[str, tuple[Callable[[Layer], None], ...]] = {
     "accelerate.accelerator": (_accelerator,),
     "torch.distributed.distributed_c10d": (_groups,),
     "torch.optim.optimizer": (_optimizers,),
-    # A script that imports Stoker first gets here while the module above is still waiting for this one.
+    # If a script imports Stoker first, the modules above are imported while these are still incomplete.
     "stoker.hf.arguments": (_arguments,),
     "stoker.hf.trainer": (_trainer,),
     "stoker.hf.accelerator": (_accelerator,),
@@ -251,24 +230,15 @@ _HOOKS: dict[str, tuple[Callable[[Layer], None], ...]] = {
 
 
 def _ready(module: str, name: str, *, load: bool = False) -> Any:
-    """A class of a module that is loaded as far as that; None if it is not."""
+    """A class of a module; None if the module is not imported, or not as far as that class."""
     found = sys.modules.get(module)
     if found is None and load:
         found = importlib.import_module(module)
     return getattr(found, name, None)
 
 
-def _check_shape(stock: Any, package: str) -> None:
-    missing = [name for name in _EXPECTED[stock.__name__] if not hasattr(stock, name)]
-    if missing:
-        raise UserError(
-            f"{package} {metadata.version(package)}: its {stock.__name__} has no {', '.join(missing)}, which Stoker builds on; "
-            "install a version of the range in docs/launch.md, or give --no-compat"
-        )
-
-
 def _replace(module: ModuleType, ours: type) -> None:
-    """Under the stock name, so that what a script pickles (training_args.bin) opens without Stoker."""
+    """Replaces a class under its own name, so that pickles of it (training_args.bin) open without Stoker."""
     stock = getattr(module, ours.__name__)
     ours.__module__, ours.__qualname__ = stock.__module__, stock.__qualname__
     setattr(module, ours.__name__, ours)

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from stoker.numbers import whole_number
+from stoker.requires import supported
 
 __all__ = ["Choice", "alias_ccl", "choose", "join", "several_processes"]
 
@@ -30,7 +31,7 @@ def choose(asked: str | None) -> Choice:
     if asked in (None, "", "gloo"):
         return Choice("gloo")
     if asked in ("ccl", "mpi"):
-        if dist.is_backend_available(asked):
+        if dist.is_backend_available(asked) and (asked != "ccl" or supported("ccl")):
             return Choice(asked)
         return Choice("gloo", f"backend {asked} is not available, so gloo is used; the results are the same")
     return Choice("gloo", f"backend {asked} does not support CPUs, so gloo is used")
@@ -44,7 +45,7 @@ def several_processes() -> bool:
 
 def join(backend: str | None, timeout: timedelta | None = None) -> None:
     """Joins the other processes, unless there are none or this was done already; `backend` None: accelerate's choice."""
-    if dist.is_initialized() or not several_processes():
+    if dist.is_initialized() or not several_processes() or not supported("process group"):
         return
     from accelerate import PartialState
     from accelerate.utils import get_cpu_distributed_information

@@ -25,6 +25,7 @@ from stoker.distributed.local_sgd import LocalSGD
 from stoker.distributed.settings import DistributedSettings
 from stoker.distributed.stragglers import Arrival, StepWait, Waiting
 from stoker.hf.batches import lengths_of
+from stoker.requires import require, supported
 
 if TYPE_CHECKING:
     from stoker.hf.trainer import Trainer
@@ -274,6 +275,8 @@ def warn_of_ignored_settings(settings: DistributedSettings) -> None:
 
 def configure_ddp(accelerator: Any, bucket_mb: float | None) -> None:
     """Sets what is best for DDP on CPUs, unless the user has set it."""
+    if not supported("DDP settings"):
+        return
     from accelerate.utils import DistributedDataParallelKwargs
 
     handler = getattr(accelerator, "ddp_handler", None)
@@ -286,6 +289,7 @@ def configure_ddp(accelerator: Any, bucket_mb: float | None) -> None:
 
 def without_ddp(accelerator: Any) -> None:
     """Models that `accelerator` prepares stay as they are: local SGD averages weights, not gradients."""
+    require("local SGD")  # else DDP would average the gradients as well
     if not isinstance(accelerator.prepare_model, functools.partial):
         accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
 

@@ -68,7 +68,7 @@ class Recorder:
         trainer, model = self.trainer, self.trainer.model
         self.log.write(
             "model",
-            name=getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__,
+            name=getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__,
             type=type(model).__name__,
             parameters=sum(p.numel() for p in model.parameters()),
             steps=trainer.state.max_steps,

@@ -8,6 +8,7 @@ SIGTERM, Ctrl-C and NaN. Everything it overrides calls transformers' method, so 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -32,12 +33,14 @@ from stoker.hf.ranks import Ranks, averages_own_loss
 from stoker.hf.record import Recorder
 from stoker.hf.trainer_events import TrainerEvents
 from stoker.model.sequences import counting
+from stoker.requires import drop_unsupported, require, supported
 
 __all__ = ["NonFiniteLoss", "Trainer"]
 
 log = logging.getLogger("stoker")
 
 
+@functools.partial(drop_unsupported, keep={"train"})
 class Trainer(CheckpointingTrainer):
     """Use it wherever transformers.Trainer was used."""
 
@@ -202,6 +205,10 @@ class Trainer(CheckpointingTrainer):
         ignore_keys_for_eval: list[str] | None = None,
         **named: Any,
     ) -> Any:
+        if not supported("Trainer: checkpoints"):
+            if resume_from_checkpoint:
+                require("Trainer: checkpoints")
+            return super().train(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval, **named)
         folder = Path(self.args.output_dir)
         start = Start.read(folder)
         # Trials of a search may run side by side: each has a folder of its own.

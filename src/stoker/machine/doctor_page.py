@@ -19,6 +19,7 @@ from stoker.machine.software import Software
 from stoker.machine.topology import Cache
 from stoker.machine.tree import format_cpu_list
 from stoker.machine.verdicts import Verdict
+from stoker.machine.version_pairs import untested
 
 __all__ = ["doctor_page", "print_page"]
 
@@ -160,13 +161,17 @@ def _software_rows(software: Software) -> list[Row]:
     if torch:
         build = [f"{torch.capability} kernels" if torch.capability else "", f"BLAS {torch.blas}" if torch.blas else ""]
         build += [f"oneDNN {torch.onednn}" if torch.onednn else "", torch.compiler or ""]
-        build.append(f"CUDA {torch.cuda}" if torch.cuda else "CPU build")
+        build += [f"CUDA {torch.cuda}" if torch.cuda else "CPU build", untested("torch", torch.version)]
         rows.append(
             ("torch", f"{torch.version} ({', '.join(filter(None, build))}), {counted(torch.threads, 'thread')}")
         )
     else:
         rows.append(("torch", f"cannot be imported: {software.torch_error}"))
-    others = [f"{name} {version}" for name, version in software.versions.items() if name != "torch"]
+    others = [
+        f"{name} {version}" + (f" ({note})" if (note := untested(name, version)) else "")
+        for name, version in software.versions.items()
+        if name != "torch"
+    ]
     rows.append(("packages", ", ".join(others) or "none"))
     rows.append(("OpenMP", ", ".join(software.openmp) or "none loaded"))
     allocators = [f"{found.name} {'loaded' if found.loaded else found.path}" for found in software.allocators]

@@ -13,7 +13,8 @@ from stoker.machine.facts import Machine
 from stoker.machine.load import Load
 from stoker.machine.rates import WORTHWHILE_GAIN, Rates, TrainingStep
 from stoker.machine.software import Software
-from stoker.machine.version_pairs import find_bad_pairs, release
+from stoker.machine.version_pairs import find_bad_pairs
+from stoker.requires import release
 
 __all__ = ["Evidence", "Verdict", "processes_and_threads", "verdicts"]
 

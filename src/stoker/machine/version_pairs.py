@@ -1,15 +1,16 @@
-"""Versions that are known not to work together, as a table: which pair, what goes wrong, what to install.
+"""Versions that do not work with Stoker or with each other, as a table: which packages, what goes wrong, what to install.
 
-A row is a fact someone met, not a guess; docs/machine.md says where each comes from.
+Each row was observed; docs/machine.md gives the sources. The supported ranges are those of `stoker.requires`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["PAIRS", "BadPair", "Release", "find_bad_pairs", "release"]
+from stoker.requires import VERSIONS, release
+
+__all__ = ["PAIRS", "BadPair", "Release", "find_bad_pairs", "untested"]
 
 Release = tuple[int, ...]
 
@@ -17,12 +18,12 @@ Release = tuple[int, ...]
 @dataclass(frozen=True)
 class BadPair:
     packages: tuple[str, ...]
-    """Names on PyPI; the row counts where all of them are installed."""
+    """Names on PyPI; the row applies if all of them are installed."""
     clash: Callable[..., bool]
-    """Gets the release of each package, in that order; True where they do not work together."""
+    """Takes the release of each package, in that order; True if they do not work together."""
     why: str
     install: str
-    """The one command that ends it."""
+    """The command that solves it."""
 
 
 def _other_minor(package: Release, torch: Release) -> bool:
@@ -56,38 +57,29 @@ PAIRS: tuple[BadPair, ...] = (
         "oneCCL from 2022 on needs a libfabric that is not on PyPI, and a SYCL runtime of 1.9 GB",
         f"{_PIP} oneccl-devel==2021.13.1",
     ),
-    BadPair(
-        ("transformers", "accelerate"),
-        lambda transformers, accelerate: transformers >= (5,) and accelerate < (1, 1),
-        "transformers 5 needs accelerate 1.1 or newer for its Trainer",
-        f"{_PIP} --upgrade accelerate",
-    ),
-    BadPair(
-        ("transformers", "torch"),
-        lambda transformers, torch: transformers >= (5,) and torch < (2, 4),
-        "transformers 5 switches PyTorch off below 2.4",
-        f"{_PIP} --upgrade torch",
-    ),
-    BadPair(
-        ("torch", "numpy"),
-        lambda torch, numpy: torch < (2, 3) and numpy >= (2,),
-        "torch before 2.3 was built for NumPy 1 and cannot exchange arrays with NumPy 2",
-        f"{_PIP} --upgrade torch",
+    *(
+        BadPair(
+            (name,),
+            lambda found, supported=supported: not supported.include(found),
+            f"Stoker supports {name}{supported.range}",
+            f"{_PIP} '{name}{supported.range}'",
+        )
+        for name, supported in VERSIONS.items()
     ),
 )
 
 
-def release(version: str) -> Release:
-    """The numbers of a version: 2.13.0+cpu -> (2, 13, 0)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
-
-
 def find_bad_pairs(versions: Mapping[str, str]) -> list[tuple[BadPair, str]]:
-    """The rows that hold for the installed `versions`, each with the versions it names."""
+    """The rows that apply to the installed `versions`, each with the versions it names."""
     found = []
     for pair in PAIRS:
         releases = [release(versions.get(name, "")) for name in pair.packages]
         if all(releases) and pair.clash(*releases):
             found.append((pair, " with ".join(f"{name} {versions[name]}" for name in pair.packages)))
     return found
+
+
+def untested(name: str, version: str) -> str:
+    """A note for a version that is newer than any that Stoker's tests have run with; else empty."""
+    newest = VERSIONS[name].newest if name in VERSIONS else version
+    return f"newer than {newest}, the newest version tested" if release(version) > release(newest) else ""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.fx import _symbolic_trace
 
 __all__ = [
     "Optimized",
@@ -33,8 +33,7 @@ __all__ = [
     "unhooked",
 ]
 
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
-"""torch's own, since 2.7."""
+is_exporting: Callable[[], bool] = torch.compiler.is_exporting
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -194,7 +193,7 @@ def stock_wanted() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
         or torch.jit.is_tracing()
-        or _symbolic_trace._is_fx_tracing_flag
+        or torch.fx._symbolic_trace._is_fx_tracing_flag
     )
 
 

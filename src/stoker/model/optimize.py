@@ -22,6 +22,7 @@ from stoker.model.heads import MaskedLMModel, QuestionAnsweringModel, SpanLogits
 from stoker.model.leaf_modules import swap_leaf
 from stoker.model.optimization_report import Notes, forget, note, report
 from stoker.model.padding_free import PaddingFreeModel
+from stoker.requires import supported
 
 __all__ = ["optimize", "restore"]
 
@@ -80,6 +81,8 @@ def optimize(
     if level == "O0":
         log.info("optimize: level='O0': every part is switched off")
         unpad = fuse = fuse_loss = memory = fuse_update_step = False
+    if not supported("optimize"):
+        unpad = fuse = False
     chosen, why = precision.choose(dtype)
     if unpad or fuse:
         native.library()  # if it is missing, here is where to say so
@@ -155,6 +158,8 @@ def _apply(model: nn.Module, settings: Settings) -> bool:
     found: list[tuple[nn.Module, Family, Role]] = [
         (module, *match) for module in modules if (match := find(type(module))) is not None
     ]
+    if found and not supported("padding-free models"):
+        found = []
     if settings.fuse:
         for module in modules:
             swap_leaf(module, settings)
@@ -165,7 +170,7 @@ def _apply(model: nn.Module, settings: Settings) -> bool:
     }
     if settings.fuse:
         overrides["embeddings"] = FusedEmbeddings
-    if settings.fuse and settings.fuse_loss:
+    if settings.fuse and settings.fuse_loss and found and supported("masked-LM loss"):
         overrides["masked_lm"] = MaskedLMModel
     overrides["question_answering"] = QuestionAnsweringModel
     for module, row, role in found:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from stoker.requires import supported
+
 __all__ = ["fuse", "unfuse"]
 
 _FUSABLE = (Adam, AdamW, SGD, Adagrad)
@@ -63,6 +65,8 @@ def _unwrapped(optimizer: Any) -> Any:
 def _why_not(optimizer: Any, sparse: set[int]) -> str | None:
     if type(optimizer) not in _FUSABLE:
         return "no fused form is known"
+    if not supported("fused optimizers"):
+        return "its fused form has changed in this version of torch"
     for group in optimizer.param_groups:
         if group.get("differentiable") or group.get("capturable"):
             return "it is differentiable or capturable"

@@ -14,6 +14,7 @@ from stoker.documents import BadDocument, parse_json
 from stoker.errors import UserError, first_line, one_line
 from stoker.hf.arguments import TrainingArguments
 from stoker.option_values import StrictValues
+from stoker.requires import supported
 from stoker.user_files import read_text
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
@@ -107,8 +108,7 @@ class OptionParser(StrictValues, HfArgumentParser):  # type: ignore[misc]
         except (ValueError, TypeError, ImportError, ArithmeticError, OSError) as error:
             raise UserError(f"stoker {self.command}: {one_line(error)}") from None
         if rest:
-            known = [name for action in self._actions for name in action.option_strings]
-            close = difflib.get_close_matches(rest[0].partition("=")[0], known, n=1, cutoff=0.7)
+            close = difflib.get_close_matches(rest[0].partition("=")[0], self.option_names, n=1, cutoff=0.7)
             hint = f" (did you mean {close[0]}?)" if close else ""
             self.error(f"unknown option {rest[0]}{hint}")
         for one in options:
@@ -194,7 +194,7 @@ def check_optimizer(args: Any) -> None:
     import torch
     import transformers
 
-    if args.torch_compile_mode:
+    if args.torch_compile_mode and supported("torch_compile_mode"):
         from torch._inductor import list_mode_options
 
         if args.torch_compile_mode not in (modes := list_mode_options()):

@@ -24,6 +24,7 @@ from stoker.hf.checkpointing.restart import Start, accumulation_for_same_batch, 
 from stoker.hf.non_finite import require_finite_weights
 from stoker.hf.publish import PublishingTrainer
 from stoker.hf.ranks import Ranks
+from stoker.requires import supported
 
 __all__ = ["CheckpointingTrainer"]
 
@@ -166,7 +167,7 @@ class CheckpointingTrainer(PublishingTrainer):
 
     def _seal_again(self) -> None:
         """After all on_save callbacks: some add files to the checkpoint, or rewrite its adapters."""
-        if self.args.should_save:
+        if self.args.should_save and supported("Trainer: checkpoints"):
             folder = Path(self._get_output_dir(self._pending_evaluation.trial))
             folders.seal_again(folder / f"checkpoint-{self.state.global_step}")
 

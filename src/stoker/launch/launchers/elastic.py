@@ -20,6 +20,7 @@ from stoker.errors import UserError
 from stoker.launch.launchers.elastic_job import Job, listen
 from stoker.launch.rank import failure, handover, leftovers
 from stoker.launch.rank.rank_settings import Settings
+from stoker.requires import require
 
 __all__ = ["Job", "launch"]
 
@@ -55,6 +56,7 @@ def _run_agent(
     # Lost connections are reported below in one sentence; torch would print a C++ stack. The ranks keep their own setting.
     log_level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    require("elastic launch")
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -82,11 +84,10 @@ def _run_agent(
         "shutdown_timeout": job.grace,
         "logs_specs": DefaultLogsSpecs(str(directory / "agent")),  # else it makes a directory that nobody removes
     }
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
     command, carried = handover.rank_command(sent, script, arguments)
     os.environ.update(carried)
     try:
-        elastic_launch(LaunchConfig(**{k: v for k, v in config.items() if k in known}), command[0])(*command[1:])
+        elastic_launch(LaunchConfig(**config), command[0])(*command[1:])
         rendezvous.finish()
         return 0
     except ChildFailedError as error:

@@ -1,0 +1,350 @@
+"""Every private or fragile name of torch, transformers, accelerate and argparse that Stoker relies on, in one table.
+
+A part of Stoker asks `supported` when it is imported or first used. If the installed library no longer has what the part
+needs, one sentence is logged and the part is left out; `require` refuses instead, where going on would be wrong. Two tests
+keep the table whole: one compares it with the installed libraries, one looks for private names in `src/` that it lacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import platform
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from stoker.errors import UserError
+
+__all__ = ["PARTS", "VERSIONS", "Part", "Versions", "drop_unsupported", "missing", "release", "require", "supported"]
+
+log = logging.getLogger("stoker")
+
+
+@dataclass(frozen=True)
+class Versions:
+    oldest: str
+    newest: str
+    """The tests run with both."""
+    below: str
+    """Newer versions are accepted up to this one: the table below says what no longer works with them."""
+
+    @property
+    def range(self) -> str:
+        """As pip writes it."""
+        return f">={self.oldest},<{self.below}"
+
+    def include(self, found: tuple[int, ...]) -> bool:
+        return release(self.oldest) <= found < release(self.below)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version: 2.13.0+cpu -> (2, 13, 0)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+VERSIONS = {
+    "torch": Versions("2.13.0", "2.13.0", below="3"),
+    "transformers": Versions("4.57.1", "5.22.2", below="6"),
+    "accelerate": Versions("1.3.0", "1.15.0", below="2"),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    otherwise: str
+    """What happens where a name is missing; completes "..., because torch 2.13 has no ..."."""
+    needs: tuple[str, ...]
+    """`module:name`                   it exists
+    `module:Class.method(a, b)`     it takes exactly these parameters
+    `module:Class.method(a, ...)`   more may follow if they have defaults
+    `module:Class(*, a, b)`         it takes these by keyword, among others
+    `module:function{a, b}`         its code refers to these attributes
+    `one | other`                   either will do, as versions differ
+    """
+
+
+_TRAINER = "transformers.trainer:Trainer"
+_ARGUMENTS = "transformers.training_args:TrainingArguments"
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+
+PARTS: dict[str, Part] = {
+    "optimize": Part(
+        "models are not optimised",
+        (
+            "torch._C:_are_functorch_transforms_active",
+            "torch._C:_current_graph_task_id",
+            "torch._C:_functions.DelayedError",
+            "torch._C:_len_torch_dispatch_stack",
+            "torch.autograd.forward_ad:_current_level",
+            "torch.fx._symbolic_trace:_is_fx_tracing_flag",
+            "torch:UntypedStorage._cdata",
+            "torch.nn:Module.__init__{_modules, _parameters, _forward_hooks, _forward_pre_hooks, _backward_hooks, "
+            "_backward_pre_hooks}",
+        ),
+    ),
+    "fused optimizers": Part(
+        "optimizers keep their own implementation",
+        (
+            "torch.optim:Adam.__init__{_step_supports_amp_scaling}",
+            "torch.optim:Adagrad.__init__{_step_supports_amp_scaling, _need_device_dtype_check_for_fused}",
+            "torch.optim:SGD.__init__{_step_supports_amp_scaling, _need_device_dtype_check_for_fused}",
+        ),
+    ),
+    "padding-free models": Part(
+        "batches are computed with their padding",
+        (
+            "transformers:PretrainedConfig._attn_implementation",
+            "transformers.integrations.neftune:neftune_post_forward_hook | transformers.trainer_utils:neftune_post_forward_hook",
+        ),
+    ),
+    "masked-LM loss": Part(
+        "the masked-LM loss is computed as transformers does",
+        ("transformers.modeling_utils:PreTrainedModel.loss_function{_loss_function}",),
+    ),
+    "Trainer: optimisation": Part(
+        "the Trainer does not optimise models",
+        (f"{_TRAINER}.create_optimizer(...)", f"{_TRAINER}._wrap_model(model, training, ...)"),
+    ),
+    "Trainer: checkpoints": Part(
+        "the Trainer saves and logs as transformers does, without complete checkpoints, exact resume, a checkpoint on SIGTERM, "
+        "the run log and the check for NaN",
+        (
+            f"{_TRAINER}.train(resume_from_checkpoint, trial, ignore_keys_for_eval, ...)",
+            f"{_TRAINER}.save_model(output_dir, _internal_call)",
+            f"{_TRAINER}._evaluate(trial, ignore_keys_for_eval, ...)",
+            f"{_TRAINER}._get_output_dir(trial)",
+            f"{_TRAINER}._load_best_model()",
+            f"{_TRAINER}._load_optimizer_and_scheduler(checkpoint)",
+            f"{_TRAINER}._load_rng_state(checkpoint)",
+            f"{_TRAINER}._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, "
+            "start_time, ...)",
+            f"{_TRAINER}._push_from_checkpoint(checkpoint_folder)",
+            f"{_TRAINER}._save_checkpoint(model, trial)",
+            f"{_TRAINER}._save_rng_state(output_dir)",
+            # What deletes checkpoints at the end of training in transformers 5, and in transformers 4.
+            f"{_TRAINER}._finalize_training(trial, num_train_samples, start_time) | "
+            f"{_TRAINER}._sorted_checkpoints(output_dir, checkpoint_prefix, use_mtime)",
+            f"{_TRAINER}.__init__{{callback_handler, is_in_train}}",
+        ),
+    ),
+    "Trainer: batches": Part(
+        "the Trainer forms batches as transformers does and ignores tokens_per_batch",
+        (
+            f"{_TRAINER}.get_train_dataloader()",
+            f"{_TRAINER}._get_collator_with_removed_columns(data_collator, description)",
+        ),
+    ),
+    "Trainer: step": Part(
+        "the Trainer does not measure its steps",
+        (
+            f"{_TRAINER}.training_step(model, inputs, ...)",
+            f"{_TRAINER}.compute_loss(model, inputs, ...)",
+            f"{_TRAINER}.evaluate(eval_dataset, ignore_keys, metric_key_prefix)",
+            f"{_TRAINER}.evaluation_loop(dataloader, description, ...)",
+            f"{_TRAINER}.get_batch_samples(epoch_iterator, num_batches, device)",
+            f"{_TRAINER}.log(logs, ...)",
+            f"{_TRAINER}.__init__{{model_accepts_loss_kwargs, compute_loss_func}}",
+        ),
+    ),
+    "Trainer: hub": Part(
+        "the Trainer publishes as transformers does",
+        (
+            f"{_TRAINER}.init_hf_repo(token)",
+            f"{_TRAINER}.create_model_card(...)",
+            f"{_TRAINER}._finish_current_push()",
+        ),
+    ),
+    "TrainingArguments": Part(
+        "retired arguments stay retired",
+        (
+            f"{_ARGUMENTS}.__post_init__()",
+            f"{_ARGUMENTS}.ddp_timeout_delta",
+            f"{_ARGUMENTS}.process_index",
+        ),
+    ),
+    "process group": Part(
+        "accelerate joins the processes, through gloo and without ddp_timeout",
+        (
+            "accelerate:PartialState.__init__(cpu, ...)",
+            "accelerate.utils:get_cpu_distributed_information()",
+            "accelerate.utils:InitProcessGroupKwargs(*, backend, timeout)",
+        ),
+    ),
+    "Accelerator": Part(
+        "Accelerator does not optimise models",
+        (
+            f"{_ACCELERATOR}.prepare(args, device_placement)",
+            f"{_ACCELERATOR}.load_state(input_dir, ...)",
+            f"{_ACCELERATOR}.wait_for_everyone()",
+            f"{_ACCELERATOR}.device",
+            f"{_ACCELERATOR}.mixed_precision",
+        ),
+    ),
+    "gradient clipping": Part(
+        "gradients are clipped as accelerate does",
+        (f"{_ACCELERATOR}.clip_grad_norm_(parameters, max_norm, norm_type)", f"{_ACCELERATOR}.unscale_gradients(...)"),
+    ),
+    "local SGD": Part(
+        "local SGD cannot be used",
+        (
+            f"{_ACCELERATOR}.prepare_model(*, evaluation_mode)",
+            f"{_ACCELERATOR}.register_save_state_pre_hook(hook)",
+            f"{_ACCELERATOR}.register_load_state_pre_hook(hook)",
+        ),
+    ),
+    "DDP settings": Part(
+        "DDP keeps accelerate's settings",
+        (
+            f"{_ACCELERATOR}.__init__{{ddp_handler}}",
+            "accelerate.utils:DistributedDataParallelKwargs(*, bucket_cap_mb, gradient_as_bucket_view)",
+        ),
+    ),
+    "elastic launch": Part(
+        "several processes cannot be started",
+        (
+            "torch.distributed.launcher.api:LaunchConfig(*, min_nodes, max_nodes, nproc_per_node, run_id, rdzv_backend, "
+            "rdzv_endpoint, max_restarts, local_addr, shutdown_timeout, logs_specs)",
+            "torch.distributed.launcher.api:elastic_launch(config, entrypoint, ...)",
+            "torch.distributed.elastic.multiprocessing.api:DefaultLogsSpecs(log_dir, ...)",
+            "torch.distributed.elastic.multiprocessing.api:SignalException",
+            "torch.distributed.elastic.multiprocessing.errors:ChildFailedError",
+            "torch.distributed.elastic.rendezvous:rendezvous_handler_registry.register(backend, creator)",
+            "torch.distributed.elastic.rendezvous:RendezvousInfo(store, rank, world_size, bootstrap_store_info)",
+            "torch.distributed.elastic.rendezvous:RendezvousStoreInfo(master_addr, master_port)",
+        ),
+    ),
+    "ccl": Part(
+        "the ccl backend cannot be used",
+        (
+            "torch._C._distributed_c10d:Work._source_rank",
+            "torch.distributed:ProcessGroupGloo._Options",
+            "torch.distributed:ProcessGroupGloo.create_default_device",
+            "torch.distributed:ProcessGroupGloo.create_device",
+            "torch.distributed:ProcessGroupGloo._allgather_base",
+            "torch.distributed:ProcessGroupGloo._reduce_scatter_base",
+            "torch.distributed:ProcessGroup._set_group_desc",
+            "torch.distributed:ProcessGroup._set_group_name",
+            "torch._C._distributed_c10d:ProcessGroupGloo._Options._devices",
+            "torch._C._distributed_c10d:ProcessGroupGloo._Options._timeout",
+        ),
+    ),
+    "destroyed groups": Part(
+        "a destroyed process group is not kept until the process ends",
+        (
+            "torch.distributed.distributed_c10d:destroy_process_group(group)",
+            "torch.distributed.distributed_c10d:GroupMember.WORLD",
+        ),
+    ),
+    "torch_compile_mode": Part(
+        "--torch_compile_mode is not checked before training", ("torch._inductor:list_mode_options(...)",)
+    ),
+    "option names": Part(
+        "the options of this command cannot be listed",
+        ("argparse:_ActionsContainer.__init__{_option_string_actions}",),
+    ),
+    "option values": Part(
+        "options are not checked for inf, NaN and text that is not UTF-8",
+        ("argparse:ArgumentParser._get_value(action, arg_string)",),
+    ),
+}
+
+_NEED = re.compile(r"(?P<module>[\w.]+):(?P<path>[\w.]+)(\((?P<parameters>[^)]*)\))?(\{(?P<inside>[^}]*)\})?")
+
+
+@functools.cache
+def supported(part: str) -> bool:
+    """Whether the installed libraries have what `part` needs. Rank 0 logs it once if they do not."""
+    if not missing(part):
+        return True
+    if os.environ.get("RANK", "0") == "0":
+        log.warning("%s", _sentence(part))
+    return False
+
+
+def require(part: str) -> None:
+    """Raises UserError if the installed libraries lack what `part` needs."""
+    if missing(part):
+        raise UserError(_sentence(part))
+
+
+def _sentence(part: str) -> str:
+    """What does not work, why, and what to install."""
+    from importlib import metadata
+
+    lacking = missing(part)[0]
+    library = lacking.partition(":")[0].partition(".")[0]
+    names = " or ".join(one.partition(":")[2] for one in lacking.split(" | "))
+    if library not in VERSIONS:
+        return f"{PARTS[part].otherwise}, because Python {platform.python_version()} has no {names} in {library}"
+    return (
+        f"{PARTS[part].otherwise}, because {library} {metadata.version(library)} has no {names}; "
+        f"install {library}=={VERSIONS[library].newest}, the newest version that Stoker was tested with"
+    )
+
+
+@functools.cache
+def missing(part: str) -> tuple[str, ...]:
+    """The needs of a part that the installed libraries do not meet."""
+    return tuple(need for need in PARTS[part].needs if not any(map(_met, need.split(" | "))))
+
+
+def _met(need: str) -> bool:
+    import inspect
+
+    parsed = _NEED.fullmatch(need)
+    assert parsed is not None, need
+    try:
+        found: Any = importlib.import_module(parsed["module"])
+        for name in parsed["path"].split("."):
+            found = getattr(found, name)
+        if parsed["parameters"] is not None:
+            return _takes(inspect.signature(found), _names(parsed["parameters"]))
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return False
+    return parsed["inside"] is None or set(_names(parsed["inside"])) <= _names_in_code(found)
+
+
+def _names(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+def _takes(signature: Any, wanted: list[str]) -> bool:
+    """Whether a callable of this `signature` takes the `wanted` parameters, written as in `Part.needs`."""
+    names = [name for name in signature.parameters if name != "self"]
+    if wanted[:1] == ["*"]:
+        return set(wanted[1:]) <= set(names)
+    if wanted[-1:] != ["..."]:
+        return names == wanted
+    wanted = wanted[:-1]
+    others = [signature.parameters[name] for name in names[len(wanted) :]]
+    optional = all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in others)
+    return names[: len(wanted)] == wanted and optional
+
+
+def _names_in_code(function: Any) -> set[Any]:
+    import inspect
+
+    code = inspect.unwrap(getattr(function, "fget", function)).__code__
+    return {*code.co_names, *code.co_consts}
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def drop_unsupported(cls: Class, keep: Collection[str] = ()) -> Class:
+    """Class decorator: for parts that are not supported, puts the other library's methods back, except those to `keep`."""
+    stock = next(base for base in cls.__mro__ if not base.__module__.startswith("stoker."))
+    prefix = f"{stock.__module__}:{stock.__qualname__}."
+    for part, about in PARTS.items():
+        found = [_NEED.fullmatch(one) for need in about.needs for one in need.split(" | ") if one.startswith(prefix)]
+        methods = [one["path"].rpartition(".")[2] for one in found if one is not None and one["inside"] is None]
+        if methods and not supported(part):
+            for name in methods:
+                if hasattr(stock, name) and name not in keep:
+                    setattr(cls, name, getattr(stock, name))
+    return cls
