@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-# torch 2.13.0 is what the tests run with; the package itself accepts a wider range. To take PyTorch's own CPU build
+# The tests run with torch 2.13.0; the package accepts newer releases too (docs/dependencies.md). To take PyTorch's own CPU build
 # where the default index offers only the CUDA one:
 #   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH       ?= torch==2.13.0
