@@ -1,6 +1,6 @@
-"""Imports that no longer exist: intel_extension_for_pytorch, oneccl_bindings_for_pytorch, torch_ccl.
+"""Replacements for discontinued packages: intel_extension_for_pytorch, oneccl_bindings_for_pytorch, torch_ccl.
 
-Where the real package is installed, Python finds that one and nothing here is used: the finder stands last in the line.
+If the real package is installed, Python imports it and nothing here is used, because this finder is the last on sys.meta_path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 
 class RetiredImports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the retired names, and fills their modules with what Stoker has for them."""
+    """Finds the discontinued modules, and fills them with what Stoker has instead."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -42,7 +42,7 @@ class RetiredImports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(say: Say) -> RetiredImports:
-    """Stands last, so that it is asked only for what nobody else has."""
+    """Installs the finder last, so that it is only asked for modules that no other finder has."""
     finder = RetiredImports(say)
     sys.meta_path.append(finder)
     return finder
@@ -55,7 +55,7 @@ def _ipex(module: ModuleType, say: Say) -> None:
         model: Any, dtype: Any = None, optimizer: Any = None, level: str = "O1", inplace: bool = False, **rest: Any
     ) -> Any:
         """ipex.optimize: stoker.optimize with the old order of arguments."""
-        # What IPEX only took for inference and quantisation has no meaning here; its None is not worth a line.
+        # Arguments for inference and quantisation that are None, their default, need no line.
         rest = {name: value for name, value in rest.items() if value is not None}
         if not inplace:
             import copy
@@ -68,10 +68,10 @@ def _ipex(module: ModuleType, say: Say) -> None:
         return "FP32"
 
     def set_fp32_math_mode(*args: Any, **rest: Any) -> None:
-        say("ipex.set_fp32_math_mode: arithmetic stays fp32; ask for bf16 with dtype=torch.bfloat16")
+        say("ipex.set_fp32_math_mode is ignored: arithmetic stays fp32; use dtype=torch.bfloat16 for bf16")
 
     def enable_onednn_fusion(enabled: bool = True) -> None:
-        say("ipex.enable_onednn_fusion: stoker.optimize fuses by itself")
+        say("ipex.enable_onednn_fusion is ignored: stoker.optimize always fuses")
 
     for function in (optimize, get_fp32_math_mode, set_fp32_math_mode, enable_onednn_fusion):
         setattr(module, function.__name__, function)
@@ -102,7 +102,7 @@ def _ccl(module: ModuleType, say: Say) -> None:
 def _gone(name: str) -> str:
     package = "Intel Extension for PyTorch" if name.startswith("intel") else "the oneCCL bindings for PyTorch"
     return (
-        f"{name} is gone with {package}; Stoker has `optimize`, the backend ccl and `stoker launch` of them, "
+        f"{name} is not available: {package} is discontinued; Stoker replaces `optimize`, the backend ccl and the launcher, "
         "see docs/coming-from-ipex.md"
     )
 

@@ -1,7 +1,7 @@
 """What is installed and loaded: torch and how it was built, OpenMP runtimes, allocators, backends, launchers.
 
-Versions come from the packages' metadata, so nothing but torch is imported, and even that only where `read_software` is
-asked to. A torch that does not import is a fact like the others.
+Versions are read from the packages' metadata; only torch is imported, and a torch that cannot be imported is reported like
+any other fact.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Torch:
     cuda: str | None
     """The CUDA version it was built for; None for a CPU build."""
     threads: int
-    """What it would use if nobody said otherwise."""
+    """Its default number of threads."""
     backends: tuple[str, ...]
-    """torch.distributed backends for CPU tensors that can be asked for now."""
+    """torch.distributed backends for CPU tensors that are available."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class Allocator:
 class Software:
     python: str
     versions: dict[str, str]
-    """Packages out of PACKAGES that are installed."""
+    """Those of PACKAGES that are installed."""
     torch: Torch | None
     torch_error: str | None
-    """Why torch did not import, if it did not."""
+    """Why torch could not be imported; None if it could."""
     openmp: tuple[str, ...]
     """Files of the OpenMP runtimes loaded in this process, one per pool of threads."""
     allocators: tuple[Allocator, ...]
@@ -81,7 +81,7 @@ class Software:
 
 
 def read_software() -> Software:
-    """Looks around in this process. Imports torch."""
+    """Inspects this process and its environment. Imports torch."""
     torch, error = _read_torch()
     return Software(
         python=".".join(map(str, sys.version_info[:3])),
@@ -108,9 +108,7 @@ def _read_torch() -> tuple[Torch | None, str | None]:
     try:
         import torch
         import torch.distributed as distributed
-    except (
-        Exception
-    ) as error:  # a broken install fails in many ways: OSError from the linker, ImportError, RuntimeError
+    except Exception as error:  # a broken install raises OSError from the linker, ImportError, RuntimeError, ...
         return None, str(error).splitlines()[0] if str(error) else type(error).__name__
     build = torch.__config__.show()
     backends = []
@@ -148,7 +146,7 @@ def _found(pattern: str, text: str) -> str | None:
 
 
 def loaded_openmp() -> tuple[str, ...]:
-    """The OpenMP runtimes in this process by file; two of them fight for the cores."""
+    """The files of the OpenMP runtimes in this process; two of them compete for the cores."""
     from threadpoolctl import threadpool_info
 
     return tuple(
