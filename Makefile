@@ -24,9 +24,9 @@ help: ## this list
 demo: install ## teach a small model to read, measured against stock; about four minutes
 	@$(BIN)/stoker demo --output_dir build/demo
 
-test: install ## lint, types and all tests
+test: install ## lint, types and all tests, shuffled; SEED repeats an order
 	@$(MAKE) --no-print-directory lint
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --shuffle $(SEED) $(PYTEST_ARGS)
 
 lint: install ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -62,8 +63,38 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
 }
 
 
-# Tests of many processes share /dev/shm, ports and network names: with several workers they all go to the same one.
-TOGETHER = ("tests/comm/", "tests/distributed/", "tests/launch/", "tests/hf/test_two_ranks.py")
+# Tests of many processes share ports and cores: with several workers, those of one kind all go to the same one.
+TOGETHER = (("tests/comm/", "tests/distributed/"), ("tests/launch/", "tests/hf/test_two_ranks.py"))
+# The longest come first, so that no worker is left alone with one of them at the end; those that wait, beside those that compute.
+LONG = (
+    TOGETHER[0],
+    (
+        "tests/attack/",
+        "tests/hf/test_exact_resume.py",
+        "tests/kernels/test_levels.py",
+        "tests/kernels/test_sanitizer.py",
+        "tests/model/",
+        "tests/tasks/test_train_command.py",
+    ),
+    TOGETHER[1],
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "run files, and the tests within each file, in a random order; the number printed at the top repeats it"
+    parser.addoption("--shuffle", nargs="?", const="", metavar="SEED", help=about)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        config.option.shuffle = config.workerinput["shuffle"]  # all of xdist's workers must agree on the order
+    elif config.option.shuffle == "":
+        config.option.shuffle = str(random.SystemRandom().randrange(10**6))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["shuffle"] = node.config.option.shuffle
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -73,13 +104,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "processes" if nodeid.startswith(TOGETHER) else nodeid.partition("::")[0]
+            kind = next((kind for kind in TOGETHER if nodeid.startswith(kind)), None)
+            return kind[0] if kind else nodeid.partition("::")[0]
 
     return Files(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))  # the longest group first
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.shuffle is not None:
+        shuffle(items, config.option.shuffle)
+    items.sort(key=lambda item: next((i for i, names in enumerate(LONG) if item.nodeid.startswith(names)), len(LONG)))
     required = set(filter(None, os.environ.get("STOKER_REQUIRE", "").split(",")))
     for item in items:
         for need, (met, reason) in NEEDS.items():
@@ -87,10 +121,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_report_header() -> str:
+def shuffle(items: list[pytest.Item], seed: str) -> None:
+    """The files in a random order, and the tests within each. pytest then puts those together that share a fixture."""
+    places = {item: (_draw(seed, item.nodeid.partition("::")[0]), _draw(seed, item.nodeid)) for item in items}
+    items.sort(key=places.__getitem__)
+
+
+def _draw(seed: str, name: str) -> float:
+    return random.Random(f"{seed} {name}").random()  # of each name by itself: a part of the tests keeps its order
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
     from attack.case import seed_of_today
 
-    return f"attack: seed {seed_of_today()} ($STOKER_ATTACK_SEED, or the date)"
+    seed = config.option.shuffle
+    order = "as written (--shuffle for a random one)" if seed is None else f"shuffled; --shuffle {seed} repeats it"
+    return [f"order: {order}", f"attack: seed {seed_of_today()} ($STOKER_ATTACK_SEED, or the date)"]
 
 
 @pytest.fixture(scope="session")
@@ -141,8 +187,11 @@ def recorded(recorded_root: Callable[[str], Path]) -> Callable[[str], Machine]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tests neither read nor write what is kept in the home of the person who runs them."""
-    os.environ.setdefault("STOKER_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    """Tests neither read nor write what is kept in the home of the person who runs them. Workers share what was compiled."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    os.environ.setdefault("STOKER_CACHE_DIR", str(folder))
 
 
 @pytest.fixture(autouse=True)
