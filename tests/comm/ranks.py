@@ -7,12 +7,14 @@ and the first complaint of any rank is the test's.
 from __future__ import annotations
 
 import importlib
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import socket
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
+
+from rig import warm
 
 
 def free_port() -> int:
@@ -22,6 +24,7 @@ def free_port() -> int:
 
 
 def _serve(rank: int, size: int, backend: str, port: int, environment: dict[str, str], pipe: Connection) -> None:
+    os.environ.clear()  # of the server that has forked this process
     os.environ.update(environment, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
     from datetime import timedelta
@@ -46,18 +49,32 @@ def _serve(rank: int, size: int, backend: str, port: int, environment: dict[str,
     pipe.send("gone")
 
 
+def _forking_context() -> Any:
+    """Processes forked from one that has imported torch and transformers, none of Stoker's modules, and has no threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*warm.TORCH, *warm.OTHERS, *warm.TRANSFORMERS])
+    before = dict(os.environ)
+    os.environ.update(warm.FOR_SERVERS)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
 class Ranks:
     """A job of `size` ranks on `backend`. `environment` may hold a dict per rank, or one for all."""
 
     def __init__(
         self, backend: str, size: int, environment: dict[str, str] | list[dict[str, str]] | None = None
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _forking_context()
         port = free_port()
         self.processes, self.pipes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            own = environment[rank] if isinstance(environment, list) else (environment or {})
+            own = {**os.environ, **(environment[rank] if isinstance(environment, list) else (environment or {}))}
             process = context.Process(target=_serve, args=(rank, size, backend, port, own, there), daemon=True)
             process.start()
             there.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import transformers
 from transformers import HfArgumentParser
 
+from rig import warm
 from stoker.errors import UserError
 from stoker.hf import arguments as module
 from stoker.hf.arguments import TrainingArguments
@@ -120,7 +120,8 @@ print("seconds", group._get_backend(__import__("torch").device("cpu")).options._
 def test_ddp_timeout_applies_to_the_process_group(tmp_path: Path) -> None:
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", TIMEOUT], env=environment, capture_output=True, text=True, timeout=200)
+    command = [sys.executable, "-c", TIMEOUT]
+    done = warm.run(command, env=environment, capture_output=True, text=True, timeout=200, transformers=True)
     assert "seconds 77.0 1" in done.stdout, done.stderr[-1500:]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rig import warm
 from stoker.errors import UserError
 from stoker.hf.compat import check_version
 
@@ -25,7 +26,7 @@ def run(
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     # torch would load Stoker's own ccl backend by its entry point; here it is as where that was not installed.
     clean["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", code, *arguments],
         env={**clean, **(env or {})},
         capture_output=True,

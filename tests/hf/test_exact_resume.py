@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rig import warm
 
 HERE = Path(__file__).parent
 
@@ -18,12 +19,13 @@ FIRST_CHECKPOINT = range(11, 29)
 
 
 def runs(folder: Path, scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, str(HERE / "killed_runs.py"), str(folder)],
         input="\n".join(json.dumps(scenario) for scenario in scenarios),
         capture_output=True,
         text=True,
         timeout=600,
+        transformers=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hf.test_damaged_checkpoints import flip
 from hf.test_folder_lock import Holder
+from rig import warm
 from stoker.hf.checkpointing import manifest
 
 HERE = Path(__file__).parent
@@ -29,12 +30,13 @@ def launch(folder: Path, *words: str) -> list[tuple[int, str]]:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         ranks.append(
-            subprocess.Popen(
+            warm.Popen(
                 [sys.executable, str(HERE / "two_ranks.py"), str(folder), *words],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                transformers=True,
             )
         )
     try:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rig import warm
+
 SCRIPTS = Path(__file__).parent / "scripts"
 STOKER = [sys.executable, "-c", "import sys; from stoker.cli import main; sys.exit(main(sys.argv[1:]))"]
 HOSTILE = [
@@ -41,7 +43,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def launch(  # 400 s: the first launch with `ccl` compiles its backend, perhaps on busy cores
     *words: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 400
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm.run(
         [*STOKER, "launch", *words],
         env=environment(env),
         cwd=cwd,

@@ -9,7 +9,6 @@ import os
 import pty
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rig import warm
 from stoker.cli import main
 from stoker.errors import UserError
 from stoker.launch.config import config_file, migrate
@@ -423,7 +423,7 @@ def test_arrow_keys_choose_in_a_terminal_and_yes_and_no_are_typed(tmp_path: Path
     controller, terminal = pty.openpty()
     path = tmp_path / "c.yaml"
     code = "import sys; from stoker.cli import main; sys.exit(main(sys.argv[1:]))"
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-c", code, "config", "--config_file", str(path)],
         stdin=terminal,
         stdout=terminal,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from live import STOKER, environment, running
 
-from rig import MPIS, mpi_environment
+from rig import MPIS, mpi_environment, warm
 from stoker.launch.rank import leftovers
 
 TWO = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -36,7 +36,7 @@ def start(tmp_path: Path, how: str, mark: str, launcher: str = "torchrun") -> su
     scratch.mkdir(exist_ok=True)
     words = [*STOKER, "launch", "--launcher", launcher, "-n", "2", "--no-compat", str(script), how, mark]
     env = environment({"TMPDIR": str(scratch), **(mpi_environment(launcher) if launcher in MPIS else {})})
-    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @TWO
@@ -108,7 +108,7 @@ def test_processes_of_an_abandoned_launch_are_ended_with_its_directory(
     abandoned.mkdir()
     (abandoned / "lock").write_text(job)
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(100)"
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-c", stubborn], env={**os.environ, leftovers.JOB: job}, stdout=subprocess.PIPE
     )
     assert process.stdout is not None

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from live import HOSTILE, SCRIPTS, STOKER, environment, launch, lost_output, reports, running
 
-from rig import MPIS, mpi_environment
+from rig import MPIS, mpi_environment, warm
 
 RANK = str(SCRIPTS / "rank.py")
 TWO = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
 
 def test_one_process_is_this_process_with_all_cores(tmp_path: Path) -> None:
-    process = subprocess.Popen(
+    process = warm.Popen(
         [*STOKER, "launch", "-genv", "OWN=my secret", RANK, *HOSTILE],
         env=environment(),
         stdout=subprocess.PIPE,
@@ -66,7 +66,7 @@ def test_what_cannot_be_run_is_one_sentence(words: list[str], says: str) -> None
 
 def test_settings_of_another_version_are_one_sentence() -> None:
     words = [sys.executable, "-m", "stoker.launch.run", '{"from_the_future":1}', RANK]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    done = warm.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("stoker: these are not settings of this version of Stoker")
     assert done.stderr.count("\n") == 1
@@ -94,7 +94,7 @@ def test_standard_input_belongs_to_rank_0(tmp_path: Path) -> None:
         "import sys, time\nif __import__('os').environ['RANK'] == '0': time.sleep(1)\nprint(sys.stdin.read())\n"
     )
     words = [*STOKER, "launch", "-n", "2", "--no-compat", str(script)]
-    done = subprocess.run(
+    done = warm.run(
         words, env=environment(), input="for rank 0", capture_output=True, text=True, timeout=120, check=False
     )
     assert "[0] for rank 0" in done.stdout
@@ -160,7 +160,7 @@ def test_a_failure_can_be_followed_by_a_restart() -> None:
 def test_ending_the_launch_ends_everything_and_only_loopback_was_open(number: int, code: int) -> None:
     mark = uuid.uuid4().hex
     words = [*STOKER, "launch", "-n", "2", "--no-compat", RANK, "hang", mark]
-    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = warm.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(2)]
     port = int(reports(lines[0] + lines[1])[0]["MASTER_PORT"])
@@ -205,7 +205,7 @@ def test_output_that_nobody_takes_does_not_end_a_script(processes: str, launcher
     words = ["launch", "--launcher", launcher, "-n", processes, "--no-compat", *log, "speak.py"]
     env = environment(mpi_environment(launcher) if launcher in MPIS else None)
     out, err = lost_output("full disk"), lost_output("no reader")
-    done = subprocess.run([*STOKER, *words], env=env, cwd=tmp_path, stdout=out, stderr=err, timeout=120, check=False)
+    done = warm.run([*STOKER, *words], env=env, cwd=tmp_path, stdout=out, stderr=err, timeout=120, check=False)
     os.close(out)
     os.close(err)
     assert done.returncode == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from live import HOSTILE, environment
 
+from rig import warm
 from stoker.hf.checkpointing import command
 from stoker.launch.options import Options
 from stoker.launch.rank.rank_settings import Settings
@@ -29,7 +30,7 @@ SECRETS = ["--hub_token", "hf_of_an_option"]
 def test_the_printed_command_goes_on_when_it_is_pasted(tmp_path: Path, processes: int) -> None:
     out = tmp_path / "Ada's $(touch pwned) out"
     launch = ["-n", str(processes), "--oversubscribe", "-genv", "MY_TOKEN=hf_of_a_variable", SCRIPT]
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "stoker", "launch", *launch, "--output_dir", str(out), "--stop_at", "4",
          *RETIRED, *SECRETS, *TRAINING],
         env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=400,
@@ -40,9 +41,11 @@ def test_the_printed_command_goes_on_when_it_is_pasted(tmp_path: Path, processes
     assert len(printed) == 1, done.stderr[-3000:]
     assert "hf_of" not in done.stderr
     assert "give again: MY_TOKEN --hub_token" in done.stderr
-    again = subprocess.run(
-        ["bash", "-c", printed[0]], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=400
+    pasted = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {printed[0]}"], capture_output=True, text=True, cwd=tmp_path
     )
+    words = pasted.stdout.split("\0")[:-1]  # as the shell takes them
+    again = warm.run(words, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert again.returncode == 0, again.stderr[-3000:]
     run = read_run(out)
     assert run.finished

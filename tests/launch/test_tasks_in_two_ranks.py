@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from live import STOKER, environment, lost_output
 
+from rig import warm
 from stoker.tasks.demo.world import as_squad, make_world
 from tasks.models import save_tiny_bert
 
@@ -37,7 +37,7 @@ def test_a_task_runs_to_its_end(world: Path, tmp_path: Path, task: str) -> None:
     ]  # fmt: skip
     # As batch systems have it, and as `| head -1` ends it: neither may end the training.
     log = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT) if task == "qa" else lost_output("no reader")
-    done = subprocess.run([*STOKER, *words], env=environment(), stdout=log, stderr=log, timeout=400, check=False)
+    done = warm.run([*STOKER, *words], env=environment(), stdout=log, stderr=log, timeout=400, check=False)
     os.close(log)
     shown = (tmp_path / "log").read_text() if task == "qa" else ""
     assert done.returncode == 0, shown[-3000:]

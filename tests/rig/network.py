@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rig import warm
+
 NAMES = ("alpha", "beta", "gamma", "delta")
 _SSHD = "/usr/sbin/sshd"
 _NUMBERS = itertools.count()
@@ -82,7 +84,7 @@ class Rig:
     def run(
         self, host: str, words: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 90
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return warm.run(
             self.command(host, words),
             env=self.environment(env),
             capture_output=True,
@@ -92,7 +94,7 @@ class Rig:
         )
 
     def start(self, host: str, words: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        return warm.Popen(
             self.command(host, words),
             env=self.environment(env),
             stdout=subprocess.PIPE,

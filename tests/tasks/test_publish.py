@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rig import warm
 from stoker.hf.secrets import HIDDEN
 from tasks.fake_hub import FakeHub, fake_hub
 from tasks.models import save_tiny_bert
@@ -41,7 +42,7 @@ def train(files: Path, out: Path, endpoint: str, *more: str) -> subprocess.Compl
         "--save_strategy", "no", "--output_dir", str(out), "--push_to_hub", "--hub_token", TOKEN, *more,
     ]  # fmt: skip
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-m", "stoker", *words],
         env=environment,
         capture_output=True,

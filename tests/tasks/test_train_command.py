@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rig import warm
 from stoker.cli import main
 from stoker.tasks.demo.world import as_squad, make_world
 from tasks.models import byte_level, save_tiny_bert
@@ -90,9 +92,9 @@ def test_the_model_answers_in_stock_transformers_without_stoker(trained: Path, t
 
     question, context = "Who founded Torwick?", "Torwick was founded by Elusa Halostone. The Ane flows through it."
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", STOCK, str(trained), question, context],
-        capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path, transformers=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     name, start, _ = json.loads(done.stdout.splitlines()[-1])
@@ -384,9 +386,9 @@ def test_help_is_short_and_help_all_lists_every_option(capsys: pytest.CaptureFix
 
 
 def test_a_log_file_gets_plain_lines(bert: Path, squad: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "stoker", *qa_command(bert, squad, tmp_path / "out", "--max_steps", "2")],
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=300, transformers=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert "step 2/2  loss" in done.stderr
@@ -398,7 +400,7 @@ def test_a_log_file_gets_plain_lines(bert: Path, squad: Path, tmp_path: Path) ->
 
 def test_training_continues_when_the_reader_of_its_output_exits(bert: Path, squad: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stoker", *qa_command(bert, squad, tmp_path / "out", "--max_steps", "2")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, transformers=True)
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()  # as `| head -1` does
@@ -443,16 +445,16 @@ def test_a_file_size_limit_is_reported_in_one_sentence_and_keeps_old_files(
 ) -> None:
     """The weights of the first checkpoint fit below the limit; those of the second do not, once the limit is lower."""
     out = tmp_path / "out"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000 << 10,) * 2)"  # as ulimit -f 1000 does
     code = "import sys; from stoker.cli import main; sys.exit(main(sys.argv[1:]))"
     words = [
         arg for arg in qa_command(bert, squad, out, "--save_steps", "1") if arg not in ("--do_eval", "--do_predict")
     ]
-    start = [sys.executable, "-c", code, *words, "--max_steps"]
-    first = subprocess.run([*start, "1"], capture_output=True, text=True, check=False)
+    kept: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "transformers": True}
+    first = warm.run([sys.executable, "-c", code, *words, "--max_steps", "1"], **kept)
     assert first.returncode == 0, first.stderr
     before = {path: path.read_bytes() for path in sorted((out / "checkpoint-1").iterdir())}
-    limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *start, "2"]  # KiB
-    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    done = warm.run([sys.executable, "-c", f"{limit}; {code}", *words, "--max_steps", "2"], **kept)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
