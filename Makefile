@@ -75,13 +75,12 @@ build/mpi/oneccl/include/oneapi/ccl.hpp: | $(VENV)/.torch
 	@$(PIP) install --no-deps --prefix build/mpi/oneccl '$(ONECCL)'
 	@rm -f build/mpi/oneccl/lib/libccl.* build/mpi/oneccl/lib/ccl/cpu/lib/libccl.a
 
-# The oldest transformers and accelerate that scripts are promised to work with, laid over the newest; torch stays.
+# The oldest supported transformers and accelerate (stoker/requires.py), installed in a directory that precedes the newest; torch stays.
 OLDEST := transformers==4.57.1 accelerate==1.3.0 'huggingface_hub<1.0' 'tokenizers>=0.22,<0.23' \
           requests urllib3 certifi charset-normalizer idna
 oldest: install build/oldest/.installed ## the tests of unmodified scripts with the oldest supported transformers and accelerate
-	@PYTHONPATH=build/oldest $(BIN)/python -m pytest $(PYTEST_ARGS) tests/hf/test_compat.py tests/launch/test_old_commands.py \
-	  tests/model/test_long_batches.py \
-	  -k 'not hostfile'
+	@PYTHONPATH=build/oldest $(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_requires.py tests/hf/test_compat.py \
+	  tests/launch/test_old_commands.py tests/model/test_long_batches.py -k 'not hostfile'
 
 build/oldest/.installed: Makefile | $(VENV)/.torch
 	@$(PIP) install --no-deps --upgrade --target build/oldest $(OLDEST)
