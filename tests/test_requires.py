@@ -33,9 +33,13 @@ DOCUMENTED = {"os._exit", "library._name"}
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
+    """The answers are cached; tests before and after these must not share them."""
+    caches = requires.missing, requires.supported
+    for one in caches:
+        one.cache_clear()
     yield
-    requires.missing.cache_clear()
-    requires.supported.cache_clear()
+    for one in caches:
+        one.cache_clear()
 
 
 @pytest.mark.parametrize("part", requires.PARTS)
