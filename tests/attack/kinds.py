@@ -45,16 +45,17 @@ def stand_in() -> None:
     import os
 
     import stoker.hf.trainer
-    import stoker.launch.start
+    import stoker.launch.launchers.mpirun
+    import stoker.launch.launchers.torchrun
     import stoker.plan.link_rates
     import stoker.tasks.demo.demo_run
     import stoker.tasks.training_run
     from stoker.plan.cost_model import Collectives, Node
 
     os.execv = os.execve = lambda *rest: os._exit(0)  # type: ignore[assignment]
-    stoker.launch.start.elastic.launch = lambda *rest, **named: 0
-    stoker.launch.start.mpi.launch = lambda *rest, **named: 0
-    stoker.launch.start.remote_hosts.check_hosts = lambda names, *rest, **named: None
+    stoker.launch.launchers.elastic.launch = lambda *rest, **named: 0
+    stoker.launch.launchers.mpi.launch = lambda *rest, **named: 0
+    stoker.launch.launchers.remote_hosts.check_hosts = lambda names, *rest, **named: None
     stoker.tasks.demo.demo_run.run_demo = lambda options: 0
     stoker.tasks.training_run.machine_rates = lambda say: None  # type: ignore[assignment,return-value]
     collectives = Collectives(1e9, 2e9, 0.1, 0.1, 0.1)

@@ -184,7 +184,8 @@ def test_an_accelerator_loop_with_local_sgd_goes_on_from_a_checkpoint(
 
 def test_the_words_of_launch_reach_the_ranks() -> None:
     from stoker.cli.launch import parse
+    from stoker.launch.options import to_variables
 
     told = parse(["-n", "2", "--gradient_compression", "bf16", "--local-sgd", "8", "script.py", "--local_sgd", "4"])
-    assert told.genv == (("STOKER_GRADIENT_COMPRESSION", "bf16"), ("STOKER_LOCAL_SGD", "8"))
+    assert to_variables(told) == {"STOKER_GRADIENT_COMPRESSION": "bf16", "STOKER_LOCAL_SGD": "8"}
     assert told.arguments == ["--local_sgd", "4"]

@@ -13,8 +13,9 @@ import yaml
 from stoker.cli import main
 from stoker.cli.launch import parse
 from stoker.errors import UserError
-from stoker.launch.config.config_file import Config
-from stoker.launch.launchers.emit import emit
+from stoker.launch.config.config_file import Config, with_config
+from stoker.launch.launchers import emit as emitter
+from stoker.launch.options import Options
 
 HOSTILE = ["a b", "$(touch pwned)", "it's", '"', "new\nline", "$HOME", "$$(X)"]
 
@@ -54,6 +55,10 @@ SCHEMAS: dict[str, Any] = {
         }, True),
     },
 }  # fmt: skip
+
+
+def emit(options: Options, config: Config) -> str:
+    return emitter.emit(with_config(options, config))
 
 
 def validate(value: Any, schema: Any, where: str) -> None:
@@ -172,7 +177,7 @@ def test_what_cannot_be_emitted_is_one_sentence(words: list[str], says: str) -> 
 
 def test_no_ipex_and_variables_go_along() -> None:
     text = emit(parse(["--emit", "slurm", "-genv", "A=b c", "-m", "pkg.mod"]), Config(ipex=False))
-    assert shlex.split(text.splitlines()[-1])[-6:] == ["launch", "--no-ipex", "-genv", "A=b c", "-m", "pkg.mod"]
+    assert shlex.split(text.splitlines()[-1])[-6:] == ["launch", "--no_ipex", "-genv", "A=b c", "-m", "pkg.mod"]
 
 
 def test_placement_goes_along() -> None:

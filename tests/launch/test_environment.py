@@ -105,6 +105,6 @@ def test_a_rank_that_never_comes_is_a_sentence_for_the_others(monkeypatch: pytes
     with ours, mpirun:
         mpirun.sendall(b"cmd=response_to_init rc=0\ncmd=my_kvsname kvsname=job\n")
         conversation = exchange.Pmi(ours.fileno())
-        with pytest.raises(UserError, match="one of them has not come this far"):
+        with pytest.raises(UserError, match="one of them has not reached this point"):
             conversation.share(1, "")
         conversation.finish()

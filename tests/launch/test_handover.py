@@ -101,7 +101,7 @@ def test_what_cannot_be_handed_over_is_one_sentence() -> None:
     with pytest.raises(UserError, match="arguments are too long"):
         handover.variables(["x" * 1_000_000])
     for environment in ({}, {"STOKER_HANDOVER": "1"}, {"STOKER_HANDOVER": "1", "STOKER_HANDOVER_0": "%%"}):
-        with pytest.raises(UserError, match="did not pass on the environment"):
+        with pytest.raises(UserError, match="did not pass the environment on"):
             handover.read(environment)
 
 

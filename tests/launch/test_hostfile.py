@@ -35,10 +35,10 @@ def known(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("text", "per_host", "says"),
     [
-        ("alpha\nbeta\nalpha\n", None, "line 3: alpha stands already in line 1"),
+        ("alpha\nbeta\nalpha\n", None, "line 3: alpha is already in line 1"),
         ("alpha\nnowhere\n", None, "line 2: nowhere is not known"),
         ("alpha\nalias\n", None, "the same machine, 10.0.0.1"),
-        ("alpha slots=1\n", 2, "alpha has 1 slots, and 2 processes"),
+        ("alpha slots=1\n", 2, "alpha has 1 slots, but 2 processes"),
         ("alpha slots=0\n", None, "must be at least 1"),
     ],
 )
@@ -49,7 +49,7 @@ def test_what_cannot_work_names_the_host(text: str, per_host: int | None, says: 
 
 def test_a_hostfile_without_this_machine_is_odd_but_allowed() -> None:
     notes = check(parse("alpha\nbeta\n"), "hosts", resolve=known, is_local=lambda name: False)
-    assert notes == ["hosts does not name this machine; it will only start the others"]
+    assert notes == ["hosts does not name this machine, which will only start the others"]
     assert check(parse("alpha\n"), "hosts", resolve=known, is_local=lambda name: True) == []
 
 

@@ -11,10 +11,11 @@ import pytest
 from stoker.cli import main
 from stoker.cli.launch import parse
 from stoker.errors import UserError
-from stoker.launch.config.config_file import Config
-from stoker.launch.options import Options
-from stoker.launch.plan import Plan, make, show
+from stoker.launch.config.config_file import Config, with_config
+from stoker.launch.options import Options, RankOptions, declared, table, to_flags
+from stoker.launch.plan import Plan, show
 from stoker.launch.rank.rank_settings import Settings
+from stoker.launch.start import make_plan
 from stoker.machine import Machine
 
 Recorded = Callable[[str], Machine]
@@ -28,24 +29,24 @@ Recorded = Callable[[str], Machine]
         ("--ipex", {"ipex": True}),
         ("--no-ipex", {"ipex": False}),
         ("--mixed_precision bf16", {"mixed_precision": "bf16"}),
-        ("--num_processes 2", {"processes": 2}),
-        ("--num-processes=2", {"processes": 2}),
-        ("-n 2", {"processes": 2}),
-        ("-np 2", {"processes": 2}),
+        ("--num_processes 2", {"num_processes": 2}),
+        ("--num-processes=2", {"num_processes": 2}),
+        ("-n 2", {"num_processes": 2}),
+        ("-np 2", {"num_processes": 2}),
         ("-ppn 4", {"per_machine": 4}),
-        ("--num_machines 3 --machine_rank 1", {"machines": 3, "machine_rank": 1}),
-        ("--nnodes 3", {"machines": 3}),
+        ("--num_machines 3 --machine_rank 1", {"num_machines": 3, "machine_rank": 1}),
+        ("--nnodes 3", {"num_machines": 3}),
         ("--main_process_ip h --main_process_port 1", {"main_process_ip": "h", "main_process_port": 1}),
         ("--master-addr h --master-port 1", {"main_process_ip": "h", "main_process_port": 1}),
         ("--num_cpu_threads_per_process 6", {"threads": 6}),
         ("--mpirun_hostfile f", {"hostfile": "f"}),
         ("-f f", {"hostfile": "f"}),
         ("-hostfile f", {"hostfile": "f"}),
-        ("--mpirun_ccl 2", {"workers": 2}),
-        ("--ccl-worker-count 2", {"workers": 2}),
+        ("--mpirun_ccl 2", {"ccl_workers": 2}),
+        ("--ccl-worker-count 2", {"ccl_workers": 2}),
         ("--max_restarts 3", {"max_restarts": 3}),
-        ("--nnodes 2:4", {"least_machines": 2, "machines": 4}),
-        ("--nnodes 2:2", {"least_machines": None, "machines": 2}),
+        ("--nnodes 2:4", {"min_machines": 2, "num_machines": 4}),
+        ("--nnodes 2:2", {"min_machines": None, "num_machines": 2}),
         ("--rdzv_endpoint node1:29400", {"main_process_ip": "node1", "main_process_port": 29400}),
         ("--rdzv_endpoint [fe80::1]:29400", {"main_process_ip": "fe80::1", "main_process_port": 29400}),
         ("-m", {"module": True}),
@@ -70,7 +71,7 @@ def test_the_words_that_fingers_know(words: str, expected: dict[str, Any]) -> No
 def test_what_follows_the_script_is_not_looked_at() -> None:
     words = ["-n", "2", "s.py", "-n", "3", "--ipex", "--", "--dry-run", "a b", "", "$(x)"]
     found = parse(words)
-    assert found.processes == 2
+    assert found.num_processes == 2
     assert found.ipex is None
     assert not found.dry_run
     assert found.arguments == words[3:]
@@ -99,6 +100,25 @@ def test_a_mistake_is_one_sentence(words: list[str], says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_the_table_in_the_docs_is_made_from_the_declarations() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs" / "launch.md"
+    written = docs.read_text().partition("<!-- options -->\n")[2].partition("\n<!-- end")[0]
+    assert written == table(), "replace it by the output of `python -m stoker.launch.options`"
+
+
+def test_the_flags_of_a_launch_set_the_same_rank_options_again() -> None:
+    """What `--emit` writes, for a value of each option that is sent to ranks."""
+    words = "--mixed_precision bf16 --no-ipex --no-compat --log-dir d --num_cpu_threads_per_process 2 --backend ccl \
+        --gradient_compression bf16 --local_sgd 4 --local_sgd_outer_lr 0.7 --local_sgd_outer_momentum 0.9 --oversubscribe \
+        --no-prefix --ncores-per-instance 3 --nodes-list 0,2 --use-logical-cores --use-e-cores --bind none \
+        --memory-allocator jemalloc --mpirun_ccl 1 -genv A=b --dynamo_backend inductor"
+    asked = parse([*words.split(), "s.py"])
+    unset = [name for name in declared(RankOptions) if getattr(asked, name) == getattr(RankOptions(), name)]
+    assert unset == ["module"], "a new option needs a value in this test"
+    assert parse([*to_flags(asked), "s.py"]) == asked
+    assert Settings.from_json(Settings.from_options(asked).to_json()) == Settings.from_options(asked)
+
+
 def test_old_words_without_effect_are_answered() -> None:
     found = parse(["--enable_cpu_affinity", "--same_network", "s.py"])
     assert len(found.notes) == 2
@@ -106,15 +126,15 @@ def test_old_words_without_effect_are_answered() -> None:
 
 
 def test_settings_travel_as_one_word() -> None:
-    settings = Settings(nodes=(0, 1), master=("h", 1), environment=(("A", "b c"),), ipex=False, log_dir="x 'y\"")
-    assert Settings.from_word(settings.to_word()) == settings
-    assert Settings().to_word() == "{}"
+    settings = Settings(nodes=(0, 1), master=("h", 1), genv=(("A", "b c"),), ipex=False, log_dir="x 'y\"")
+    assert Settings.from_json(settings.to_json()) == settings
+    assert Settings().to_json() == "{}"
     with pytest.raises(UserError, match="not settings"):
-        Settings.from_word('{"unknown": 1}')
+        Settings.from_json('{"unknown": 1}')
 
 
 def plan(options: Options, config: Config, machine: Machine) -> Plan:
-    return make(options, config, machine, {})
+    return make_plan(with_config(options, config), machine, {})[1]
 
 
 def test_the_command_line_has_the_last_word(recorded: Recorded) -> None:
@@ -181,7 +201,8 @@ def test_more_machines_than_the_hostfile_names_are_refused(recorded: Recorded, t
 
 def test_dry_run_shows_every_rank_and_the_very_command(recorded: Recorded) -> None:
     options = parse(["-n", "4", "--mixed_precision", "bf16", "-genv", "A=b c", "s.py", "x y", "$(z)"])
-    text = show(plan(options, Config(), recorded("sapphire_rapids_4")), options, {})
+    launcher, found = make_plan(options, recorded("sapphire_rapids_4"), {})
+    text = show(found, options, launcher.command(found, options, {}))
     assert text.count("rank ") == 4
     assert "cores    28-55" in text
     assert "memory   node 3" in text
@@ -194,7 +215,7 @@ def test_dry_run_shows_every_rank_and_the_very_command(recorded: Recorded) -> No
 def test_omp_num_threads_is_followed_where_it_fits(recorded: Recorded) -> None:
     machine, options = recorded("ice_lake"), parse(["-n", "2", "s.py"])
     for value, threads in (("4", 4), ("500", 40), ("2,3", 2), ("x", 40)):
-        found = make(options, Config(), machine, {"OMP_NUM_THREADS": value})
+        found = make_plan(options, machine, {"OMP_NUM_THREADS": value})[1]
         assert [rank.placement.threads for rank in found.ranks if rank.placement] == [threads] * 2
 
 

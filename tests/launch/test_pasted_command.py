@@ -16,7 +16,7 @@ from rig import warm
 from stoker.hf.checkpointing import command
 from stoker.launch.options import Options
 from stoker.launch.rank.rank_settings import Settings
-from stoker.launch.start import with_launch
+from stoker.launch.start import with_launch_command
 from stoker.run_report.log import read_run
 
 SCRIPT = str(Path(__file__).resolve().parent.parent / "distributed" / "elastic_script.py")
@@ -115,17 +115,17 @@ def test_under_a_launch_the_command_begins_with_it(monkeypatch: pytest.MonkeyPat
     assert command.resuming(Path("o/checkpoint-1"), arguments).strip() == line
 
 
-def test_a_launch_from_python_is_put_into_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_from_python_is_put_into_jsons(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(script="pack.train", module=True, arguments=["--output_dir", "o"])
     monkeypatch.setattr(
         sys, "argv", ["/x/stoker/__main__.py", "launch", "-n", "2", "-m", "pack.train", "--output_dir", "o"]
     )
     head = (sys.executable, "-m", "stoker", "launch")
-    assert with_launch(Settings(), options).launched == (*head, "-n", "2", "-m", "pack.train")
+    assert with_launch_command(Settings(), options).launch_command == (*head, "-n", "2", "-m", "pack.train")
     monkeypatch.setattr(sys, "argv", ["/x/stoker/__main__.py", "something", "else"])
-    settings = with_launch(Settings(), options, tells=True)
-    assert settings.launched == (*head, "-m", "pack.train")
-    assert Settings.from_word(settings.to_word()) == settings
+    settings = with_launch_command(Settings(), options, launcher_prints=True)
+    assert settings.launch_command == (*head, "-m", "pack.train")
+    assert Settings.from_json(settings.to_json()) == settings
 
 
 def checkpoint(folder: Path, step: int) -> Path:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 
 import pytest
 
 from stoker.errors import UserError
-from stoker.launch.placement.binding import choose, ranges
-from stoker.launch.placement.divide_cores import Placement, parse_nodes, place
+from stoker.launch.options import parse_nodes
+from stoker.launch.placement.binding import choose
+from stoker.launch.placement.divide_cores import Placement, place
 from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
+from stoker.machine.tree import format_cpu_list
 
 Recorded = Callable[[str], Machine]
 
@@ -143,7 +146,7 @@ def test_cores_kept_for_communication_are_not_called_threads(recorded: Recorded)
         place(machine, 1, threads=1, workers=4)
     with pytest.raises(UserError, match="5 processes of 1 thread need 5 physical cores"):
         place(machine, 5)
-    assert choose(Settings(workers=1), machine, 0, 1, {"OMP_NUM_THREADS": "4"})[1] == (
+    assert choose(Settings(ccl_workers=1), machine, 0, 1, {"OMP_NUM_THREADS": "4"})[1] == (
         "OMP_NUM_THREADS=4 is more than each process's share of this machine with 1 core kept for communication; the share is "
         "used instead"
     )
@@ -151,9 +154,9 @@ def test_cores_kept_for_communication_are_not_called_threads(recorded: Recorded)
 
 def test_lists_of_nodes_are_read_and_ranges_written() -> None:
     assert parse_nodes("0,2-4") == (0, 2, 3, 4)
-    assert ranges((0, 1, 2, 5)) == "0-2,5"
-    with pytest.raises(UserError, match="neither a number nor a range"):
+    assert format_cpu_list((0, 1, 2, 5)) == "0-2,5"
+    with pytest.raises(ArgumentTypeError, match="neither a number nor a range"):
         parse_nodes("a-b")
     for nothing in ("", " ", ",", "\t"):
-        with pytest.raises(UserError, match="names no NUMA node"):
+        with pytest.raises(ArgumentTypeError, match="names no NUMA node"):
             parse_nodes(nothing)

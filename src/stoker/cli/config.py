@@ -1,4 +1,4 @@
-"""`stoker config`: the questionnaire, and what can be done with the file it writes: show, check, migrate."""
+"""`stoker config`: the questionnaire, and show, check and migrate for the files it writes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from stoker.cli import parsing
 from stoker.errors import UserError
 from stoker.launch.config import config_file, migrate
 from stoker.launch.config.check_config import check
-from stoker.launch.config.prompts import ask_all, tell_unneeded, understand
-from stoker.launch.config.questions import QUESTIONS, Answers, Question, to_config
+from stoker.launch.config.prompts import ask_all, take_defaults, understand
+from stoker.launch.config.questions import QUESTIONS, Question, to_config
 from stoker.machine import Machine
 
 __all__ = ["main"]
 
 _EXAMPLES = """examples:
-  stoker config                                   ask, and write the default file
-  stoker config --distributed_type NO --yes       no questions: flags, and what the machine proposes
+  stoker config                                   ask questions, and write the default file
+  stoker config --distributed_type NO --yes       no questions: flags, and defaults for this machine
   stoker config show                              what a launch would read
-  stoker config check old.yaml                    what does not fit together
+  stoker config check old.yaml                    report contradictions
   stoker config migrate old.yaml                  explain retired keys, write a file for today
 """
 
@@ -40,19 +40,18 @@ def main(argv: list[str]) -> int:
 
 
 def _ask(argv: list[str]) -> int:
-    parser = parsing.Parser("config", "answer a few questions once, and launch by them", examples=_EXAMPLES)
+    parser = parsing.Parser("config", "answer a few questions once; later launches use the answers", examples=_EXAMPLES)
     parser.add_argument(
-        "--config_file",
-        type=parsing.path,
-        metavar="FILE",
-        help=f"where to write; without it {config_file.own_path()}",
+        "--config_file", type=parsing.path, metavar="FILE", help=f"where to write; default {config_file.own_path()}"
     )
-    parser.add_argument("--yes", action="store_true", help="ask nothing: take what the flags and the machine say")
-    parser.add_argument("--more", action="store_true", help="ask also what accelerate did not: launcher and threads")
-    answers = parser.add_argument_group("answers")
+    parser.add_argument(
+        "--yes", action="store_true", help="ask nothing: use the flags and the defaults for this machine"
+    )
+    parser.add_argument("--more", action="store_true", help="also ask what accelerate does not: launcher and threads")
+    group = parser.add_argument_group("answers")
     for question in QUESTIONS:
         names = {f"--{question.name}", f"--{question.name.replace('_', '-')}"}
-        answers.add_argument(
+        group.add_argument(
             *sorted(names), dest=question.name, metavar=_metavar(question), type=_typed(question), help=question.text
         )
     options = parser.parse_args(argv)
@@ -64,7 +63,8 @@ def _ask(argv: list[str]) -> int:
     if given["distributed_type"] is None and max(given["num_processes"] or 1, given["num_machines"] or 1) > 1:
         given["distributed_type"] = "MULTI_CPU"  # nothing else can be meant
     machine = Machine.read()
-    config = to_config(_defaults(given, machine) if options.yes else ask_all(given, machine, more=options.more))
+    answers = take_defaults(given, machine) if options.yes else ask_all(given, machine, more=options.more)
+    config = to_config(answers)
     path = options.config_file or config_file.own_path()
     config.write(path)
     print(
@@ -74,18 +74,6 @@ def _ask(argv: list[str]) -> int:
     for finding in check(config, machine):
         print(f"stoker: {finding.severity}: {finding.text}", file=sys.stderr)
     return 0
-
-
-def _defaults(given: Answers, machine: Machine) -> Answers:
-    answers: Answers = {}
-    for question in QUESTIONS:
-        if question.when(answers):
-            told = given[question.name]
-            answers[question.name] = (
-                told if told is not None else None if question.meaning else question.default(answers, machine)
-            )
-    tell_unneeded(given, answers)
-    return answers
 
 
 def _metavar(question: Question) -> str:
@@ -113,7 +101,7 @@ def _found(path: str | None) -> Path:
 
 def _show(argv: list[str]) -> int:
     parser = parsing.Parser("config show", "what a launch would read")
-    parser.add_argument("file", nargs="?", type=parsing.path, help="without it, the default file")
+    parser.add_argument("file", nargs="?", type=parsing.path, help="default: the file that a launch would read")
     path = _found(parser.parse_args(argv).file)
     config = config_file.Config.read(path)
     print(f"# {path}")
@@ -124,20 +112,20 @@ def _show(argv: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> int:
-    parser = parsing.Parser("config check", "what does not fit together in a config file, or not with this machine")
-    parser.add_argument("file", nargs="?", type=parsing.path, help="without it, the default file")
+    parser = parsing.Parser("config check", "report contradictions in a config file, or with this machine")
+    parser.add_argument("file", nargs="?", type=parsing.path, help="default: the file that a launch would read")
     path = _found(parser.parse_args(argv).file)
     findings = check(config_file.Config.read(path), Machine.read())
     for finding in findings:
         print(f"{finding.severity}: {finding.text}")
     if not findings:
-        print(f"{path}: nothing to complain about")
+        print(f"{path}: no problems found")
     return 1 if any(finding.severity == "wrong" for finding in findings) else 0
 
 
 def _migrate(argv: list[str]) -> int:
     parser = parsing.Parser(
-        "config migrate", "explain each retired key of an old file, and write one that today's accelerate takes too"
+        "config migrate", "explain each retired key of an old file, and write one that today's accelerate accepts too"
     )
     parser.add_argument("file", type=parsing.path, metavar="OLD.yaml")
     parser.add_argument(
@@ -145,7 +133,7 @@ def _migrate(argv: list[str]) -> int:
         "--output",
         type=parsing.path,
         metavar="NEW.yaml",
-        help="without it, beside the old one: OLD.migrated.yaml",
+        help="default: OLD.migrated.yaml beside the old file",
     )
     options = parser.parse_args(argv)
     old = config_file.load(options.file)

@@ -1,6 +1,6 @@
-"""Config file and questionnaire; placement of processes, threads and memory; the launchers of one host and of many.
+"""`stoker config` and `stoker launch`: the config file, placement on cores and hosts, launchers, and what runs inside a rank.
 
-Nothing here imports torch until a launcher of several processes needs its elastic agent.
+Nothing in this package imports torch until the elastic agent is needed.
 """
 
 from __future__ import annotations

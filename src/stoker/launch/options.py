@@ -1,54 +1,342 @@
-"""What a person asked `stoker launch` for; `stoker.cli.launch` reads it off the command line."""
+"""The options of `stoker launch`, each declared once, as a field of one of three classes.
+
+A declaration holds the flags, the help, the key in a config file and the environment variable for the script, as far as an
+option has them. The command line (`stoker.cli.launch`), the config file (`Config`), what a rank receives (`Settings`), the
+scripts of `--emit` and the table in docs/launch.md (printed by `python -m stoker.launch.options`) are derived from it.
+
+The class says who needs the option: `RankOptions` are sent to every rank, `LaunchOptions` stay with the launcher.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import argparse
+import dataclasses
+import functools
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Options"]
+from stoker.distributed.settings import COMPRESSIONS
+from stoker.hf.secrets import is_secret
+from stoker.launch.rank.allocators import ALLOCATORS
+from stoker.numbers import whole_number
+from stoker.option_values import count, number, path, port, seconds, whole
+
+__all__ = ["GROUPS", "IGNORED", "LaunchOptions", "Option", "Options", "RankOptions", "command_line", "declared",
+           "parse_nodes", "table",
+           "to_flags", "to_variables", "truth"]  # fmt: skip
+
+GENERAL = "for everyone"
+PROCESSES = "for several processes"
+MACHINES = "for several machines"
+PLACEMENT = "placement, with the option names of ipexrun"
+MPIRUN = "for mpirun"
+HIDDEN = ""
+_LAST_NODE = 1023  # Linux is built for at most 2^10 NUMA nodes
+GROUPS = (GENERAL, PROCESSES, MACHINES, PLACEMENT, MPIRUN)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What stood on the command line; None and empty where nothing did."""
+class Option:
+    """One declaration. A switch takes no value; any other option has a `convert`."""
+
+    flags: tuple[str, ...] = ()
+    off: str = ""
+    """The flag that sets a switch to False."""
+    group: str = HIDDEN
+    help: str = ""
+    off_help: str = ""
+    convert: Callable[[str], Any] | None = None
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    repeated: bool = False
+    """May be given several times; the value is a tuple."""
+    config: str = ""
+    """Its key in a config file, such as `mpirun_config.mpirun_ccl`."""
+    unset: Any = None
+    """The value in a config file that means the same as no value at all."""
+    variable: str = ""
+    """The environment variable that the script finds it in."""
+    write: Callable[[Any], Any] = lambda value: value
+    """The reverse of `convert`, where str() is not."""
+
+    def read(self, value: Any) -> Any:
+        """The value that a config file holds; raises argparse.ArgumentTypeError."""
+        if self.convert is None:
+            return truth(value)
+        text = "no" if value is False else str(value)  # `mixed_precision: no` without quotes is False in yaml
+        if self.choices and text.lower() not in self.choices:
+            raise argparse.ArgumentTypeError(f"{value!r} must be one of {', '.join(self.choices)}")
+        return self.convert(text.lower() if self.choices else text)
+
+
+def option(
+    usage: str, group: str, help: str, convert: Callable[[str], Any] = str, default: Any = None, **rest: Any
+) -> Any:
+    """A field for an option with a value. `usage` has its flags and the name of the value, such as `-n --num_processes N`."""
+    return dataclasses.field(default=default, metadata={"option": declare(usage, group, help, convert, **rest)})
+
+
+def switch(usage: str, group: str, help: str, default: bool | None = False, **rest: Any) -> Any:
+    """A field for an option without a value."""
+    return dataclasses.field(default=default, metadata={"option": declare(usage, group, help, None, **rest)})
+
+
+def declare(usage: str, group: str, help: str, convert: Callable[[str], Any] | None, **rest: Any) -> Option:
+    words = usage.split()
+    flags = tuple(word for word in words if word.startswith("-"))
+    metavar = next((word for word in words if not word.startswith("-")), None)
+    return Option(flags=flags, metavar=metavar, group=group, help=help, convert=convert, **rest)
+
+
+def truth(value: Any) -> bool:
+    word = str(value).strip().lower()
+    if word in ("yes", "true", "1", "y", "on"):
+        return True
+    if word in ("no", "false", "0", "n", "off", "none", ""):
+        return False
+    raise argparse.ArgumentTypeError(f"{value!r} must be true or false")
+
+
+def parse_nodes(text: str) -> tuple[int, ...]:
+    """`0,2-3`, the format of ipexrun's --nodes-list."""
+    found: list[int] = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        first, dash, last = part.partition("-")
+        begin, end = whole_number(first), whole_number(last if dash else first)
+        if begin is None or end is None or not 0 <= begin <= end:
+            raise argparse.ArgumentTypeError(f"{part!r} is neither a number nor a range such as 0-3")
+        if end > _LAST_NODE:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is too large; no machine has more than {_LAST_NODE + 1:,} NUMA nodes"
+            )
+        found += range(begin, end + 1)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names no NUMA node; write numbers and ranges, such as 0,2-3")
+    return tuple(dict.fromkeys(found))
+
+
+def machine_range(text: str) -> tuple[int | None, int]:
+    """`4`, or the least and the most, `2:4`."""
+    least, colon, most = text.rpartition(":")
+    if not colon:
+        return None, count(most)
+    low, high = count(least), count(most)
+    if low > high:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has the larger number first; write the least and the most, such as 1:2"
+        )
+    return (low, high) if low < high else (None, high)
+
+
+def _endpoint(text: str) -> tuple[str, int | None]:
+    host, colon, number = text.rpartition(":")
+    return (host.strip("[]"), port(number)) if colon and number.isdecimal() else (text.strip("[]"), None)
+
+
+def _shell_words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be cut into words: {str(error).lower()}") from None
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.replace("_", "").isalnum():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+# fmt: off
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """Options that hold inside a rank, whatever starts it. They are sent to every rank and written into emitted scripts."""
+
+    module: bool = switch("-m --module", GENERAL, "the script is a module name, as in python -m")
+    mixed_precision: str | None = option(
+        "--mixed_precision", GENERAL, "what Accelerator() uses; bf16 works on every CPU", choices=("no", "bf16", "fp16", "fp8"),
+        config="mixed_precision", unset="no", variable="ACCELERATE_MIXED_PRECISION")
+    ipex: bool | None = switch(
+        "--ipex", GENERAL, "Stoker's optimisations; on unless --no_ipex", None, off="--no_ipex",
+        off_help="leave models and optimizers as they are", config="ipex_config.ipex", unset=True)
+    """The old name, which people have in their commands and files."""
+    compat: bool = switch(
+        "", GENERAL, "", True, off="--no_compat", off_help="install no import hooks: retired arguments stay errors")
+    log_dir: str | None = option("--log_dir DIR", GENERAL, "also write one log file per rank to DIR", path)
+    threads: int | None = option(
+        "--num_cpu_threads_per_process N", GENERAL, "threads per process; default: one per core", count,
+        config="stoker_config.num_cpu_threads_per_process")
+    backend: str | None = option(
+        "--backend", PROCESSES, "what Accelerator() communicates with", choices=("gloo", "ccl", "mpi"))
+    gradient_compression: str | None = option(
+        "--gradient_compression", PROCESSES, "how gradients are sent; bf16 halves the bytes", choices=COMPRESSIONS,
+        variable="STOKER_GRADIENT_COMPRESSION")
+    local_sgd: int | None = option(
+        "--local_sgd K", PROCESSES, "average weights every K steps instead of gradients at every step", whole,
+        variable="STOKER_LOCAL_SGD")
+    local_sgd_outer_lr: float | None = option(
+        "--local_sgd_outer_lr X", PROCESSES, "learning rate of the averages (default 1.0; DiLoCo: 0.7)", number,
+        variable="STOKER_LOCAL_SGD_OUTER_LR")
+    local_sgd_outer_momentum: float | None = option(
+        "--local_sgd_outer_momentum X", PROCESSES, "momentum of the averages (default 0.0; DiLoCo: 0.9)", number,
+        variable="STOKER_LOCAL_SGD_OUTER_MOMENTUM")
+    oversubscribe: bool = switch("--oversubscribe", PROCESSES, "allow more threads than cores")
+    prefix: bool = switch("", PROCESSES, "", True, off="--no_prefix", off_help="no [rank] before each line")
+    cores_per_process: int | None = option("--ncores_per_instance N", PLACEMENT, "cores per process", count)
+    nodes: tuple[int, ...] | None = option(
+        "--nodes_list LIST", PLACEMENT, "NUMA nodes to use, such as 0,1", parse_nodes,
+        write=lambda nodes: ",".join(map(str, nodes)))
+    logical: bool = switch("--use_logical_cores", PLACEMENT, "use SMT siblings too")
+    efficiency: bool = switch("--use_e_cores", PLACEMENT, "use the efficiency cores of a hybrid CPU too")
+    bind: str = option(
+        "--bind", PLACEMENT, "auto: pin to Stoker's placement; keep: as the launcher has pinned; none: do not pin",
+        default="auto", choices=("auto", "keep", "none"))
+    allocator: str = option(
+        "--memory_allocator", PLACEMENT, "preload this malloc library", default="default", choices=ALLOCATORS)
+    ccl_workers: int | None = option(
+        "--mpirun_ccl --ccl_worker_count N", PLACEMENT, "cores per process to keep for communication workers", whole,
+        config="mpirun_config.mpirun_ccl", unset=0)
+    genv: tuple[tuple[str, str], ...] = option(
+        "-genv --genv K=V", MPIRUN, "set a variable in all ranks", _assignment, (), repeated=True, write="=".join)
+    dynamo_backend: str | None = option(
+        "--dynamo_backend", HIDDEN, "", str.lower, config="dynamo_config.dynamo_backend", unset="no", write=str.upper,
+        variable="ACCELERATE_DYNAMO_BACKEND")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(RankOptions):
+    """All options; those declared here only matter to the launcher."""
+
+    config_file: str | None = option(
+        "--config_file FILE", GENERAL, "made by any version of `stoker config` or `accelerate config`", path)
+    dry_run: bool = switch("--dry_run", GENERAL, "print ranks, cores, threads, environment and command; run nothing")
+    cpu: bool = switch("--cpu", GENERAL, "accepted as in accelerate; Stoker always uses the CPU")
+    num_processes: int | None = option(
+        "-n -np --num_processes N", PROCESSES, "processes on all machines together", count, config="num_processes")
+    """-1, only from a config file: to be given on the command line."""
+    per_machine: int | None = option("-ppn -perhost --nprocs_per_node N", PROCESSES, "processes per machine", count)
+    launcher: str | None = option(
+        "--launcher", PROCESSES, "auto: mpirun with a hostfile, otherwise torchrun's elastic agent",
+        choices=("auto", "torchrun", "impi", "mpich", "openmpi", "slurm"), config="stoker_config.launcher", unset="auto")
+    max_restarts: int | None = option("--max_restarts N", PROCESSES, "restart all ranks after a failure, up to N times", whole)
+    """None: 3 if the number of machines may change, otherwise 0."""
+    hostfile: str | None = option(
+        "-f -hostfile -machinefile --hostfile --mpirun_hostfile FILE", MACHINES,
+        "hosts for mpirun: one per line, optionally :N or slots=N", path, config="mpirun_config.mpirun_hostfile")
+    num_machines: int | None = option("", HIDDEN, "", count, config="num_machines", unset=1)
+    min_machines: int | None = None
+    """2 after `--nnodes 2:4`, where `num_machines` is 4."""
+    machine_rank: int | None = option(
+        "--machine_rank --node_rank N", MACHINES, "number of this machine; 0 is the first", whole, config="machine_rank", unset=0)
+    main_process_ip: str | None = option(
+        "--main_process_ip --master_addr HOST", MACHINES, "address of machine 0", config="main_process_ip")
+    main_process_port: int | None = option(
+        "--main_process_port --master_port PORT", MACHINES, "a free port on machine 0", port, config="main_process_port")
+    rdzv_timeout: float = option(
+        "--rdzv_timeout S", MACHINES, "seconds that machines wait for each other (default 600)", seconds, 600.0)
+    check_hosts: bool = switch(
+        "", MACHINES, "", True, off="--no_host_check", off_help="do not try ssh and compare versions first")
+    emit: str | None = option(
+        "--emit", MACHINES, "print a batch script or manifests instead of running", choices=("slurm", "kubernetes"))
+    emit_image: str | None = option("--emit_image IMAGE", MACHINES, "Kubernetes: container image")
+    emit_time: str | None = option("--emit_time TIME", MACHINES, "Slurm: time limit, such as 04:00:00")
+    emit_partition: str | None = option("--emit_partition PARTITION", MACHINES, "Slurm: partition")
+    emit_name: str | None = option("--emit_name NAME", MACHINES, "name of the job")
+    extra_mpi: tuple[str, ...] = option("--extra_mpi_params WORDS", MPIRUN, "more arguments for mpirun", _shell_words, ())
+# fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(LaunchOptions):
+    """A command line: options, script and the script's arguments. What was not given has its default, mostly None."""
 
     script: str
     arguments: list[str]
-    module: bool = False
-    config_file: str | None = None
-    cpu: bool = False
-    ipex: bool | None = None
-    compat: bool = True
-    mixed_precision: str | None = None
-    dynamo_backend: str | None = None
-    backend: str | None = None
-    processes: int | None = None
-    per_machine: int | None = None
-    machines: int | None = None
-    least_machines: int | None = None
-    """`--nnodes 2:4`: 2, where `machines` is 4."""
-    machine_rank: int | None = None
-    main_process_ip: str | None = None
-    main_process_port: int | None = None
-    hostfile: str | None = None
-    launcher: str | None = None
-    threads: int | None = None
-    workers: int | None = None
-    cores_per_process: int | None = None
-    nodes: tuple[int, ...] | None = None
-    logical: bool = False
-    efficiency: bool = False
-    oversubscribe: bool = False
-    bind: str = "auto"
-    allocator: str = "default"
-    max_restarts: int | None = None
-    """None: 3 where the number of machines may change, else 0."""
-    wait: float = 600.0
-    log_dir: str | None = None
-    prefix: bool = True
-    check_hosts: bool = True
-    genv: tuple[tuple[str, str], ...] = ()
-    extra_mpi: tuple[str, ...] = ()
-    dry_run: bool = False
-    emit: str | None = None
-    emit_options: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    """One sentence for each option that is accepted but ignored."""
+
+
+SPELLINGS = {
+    "machine_range": declare(
+        "--num_machines --nnodes N", MACHINES, "machines without a hostfile; 2:4 continues with fewer, down to 2", machine_range,
+        config="num_machines",
+    ),
+    "rdzv_endpoint": declare(
+        "--rdzv_endpoint HOST[:PORT]", MACHINES, "--main_process_ip and --main_process_port in one, as in torchrun", _endpoint
+    ),
+    "ninstances": declare("--ninstances N", PLACEMENT, "processes per machine", count),
+    "_unused": declare("--rdzv_backend --rdzv_id --main_training_function --gpu_ids", HIDDEN, "", str),
+}  # fmt: skip
+"""Flags that set other options' fields, or none: `stoker.cli.launch` translates them."""
+
+IGNORED = {
+    "enable_cpu_affinity": "--enable_cpu_affinity is ignored: every process has its own cores anyway",
+    "same_network": "--same_network is ignored: nothing depends on it any more",
+    "debug": "--debug is ignored: set ACCELERATE_DEBUG_MODE=true for accelerate's checks of collectives",
+    "multi_gpu": "--multi_gpu is ignored: Stoker trains on CPUs, with the number of processes asked for",
+    "use_xpu": "--use_xpu is ignored: Stoker trains on CPUs",
+    "quiet": "",
+    "latency_mode": "--latency-mode is ignored: it is for inference; use -n and --ncores-per-instance",
+    "throughput_mode": "--throughput-mode is ignored: it is for inference; use -n",
+}
+"""Old switches without effect, each with the note that is printed."""
+
+
+@functools.cache
+def declared(owner: type[RankOptions]) -> Mapping[str, Option]:
+    """The options of a class, by the names of their fields."""
+    fields = dataclasses.fields(owner)
+    return {field.name: field.metadata["option"] for field in fields if "option" in field.metadata}
+
+
+def command_line() -> dict[str, Option]:
+    """Everything that `stoker launch` takes, in the order of its --help."""
+    own = {name: one for name, one in declared(LaunchOptions).items() if name not in declared(RankOptions)}
+    return {**SPELLINGS, **own, **declared(RankOptions)}
+
+
+def to_flags(options: RankOptions) -> list[str]:
+    """The part of a command line that sets the rank options again; `-m` is left to whoever writes the script's name,
+    and secret variables are left out.
+    """
+    words = []
+    for field in dataclasses.fields(RankOptions):
+        one, value = declared(RankOptions)[field.name], getattr(options, field.name)
+        if field.name == "module" or value == field.default:
+            continue
+        if one.convert is None:
+            words.append(one.flags[-1] if value else one.off)
+            continue
+        for each in value if one.repeated else [value]:
+            if not (field.name == "genv" and is_secret(each[0])):
+                words += [one.flags[0], str(one.write(each))]
+    return words
+
+
+def to_variables(options: RankOptions) -> dict[str, str]:
+    """The environment variables by which scripts, Trainer and Accelerator() find these options."""
+    values = {
+        one.variable: (one, getattr(options, name)) for name, one in declared(RankOptions).items() if one.variable
+    }
+    return {name: str(one.write(value)) for name, (one, value) in values.items() if value is not None}
+
+
+def table() -> str:
+    """All options as Markdown, for docs/launch.md."""
+    lines = ["| option | meaning | key in a config file |", "|---|---|---|"]
+    for group in GROUPS:
+        lines.append(f"| **{group}** | | |")
+        for one in command_line().values():
+            value = one.metavar or r"\|".join(one.choices or ())
+            for flags, text in ((one.flags, one.help), ((one.off,), one.off_help)):
+                if one.group == group and text:
+                    names = [*flags[:-1], f"{flags[-1]} {value}".strip()]
+                    key = f"`{one.config}`" if one.config else ""
+                    lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {text} | {key} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,9 +1,9 @@
 """`python -m stoker.launch.run SETTINGS SCRIPT [ARGUMENTS]`: one rank, from the inside.
 
-Under mpirun and srun the three of them come in the environment (`stoker.launch.rank.handover`).
+Under mpirun and srun all three are passed in the environment (`stoker.launch.rank.handover`).
 
-It finds its rank, takes its place on the machine, sets the variables that torch, transformers and accelerate read,
-installs the compatibility layer, and then runs the script as Python would. The launchers start this; people type
+It finds its rank, binds itself to its share of the machine, sets the variables that torch, transformers and accelerate read,
+installs the compatibility layer, and then runs the script as Python would. The launchers start this; users run
 `stoker launch`.
 """
 
@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -38,50 +39,86 @@ if TYPE_CHECKING:
 __all__ = ["FAILURE_MARK", "die_with_parent", "main"]
 
 FAILURE_MARK = "\x1estoker-failure "
-"""Begins a line on stderr that the launcher keeps for the end instead of showing it."""
+"""Starts a line on stderr that the launcher prints at the end instead of at once."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass
+class _RankProcess:
+    """What is needed to end this process in the right way."""
+
+    settings: Settings
+    rank: Rank | None = None
+    screen: int = 2
+
+    def refuse(self, message: str) -> NoReturn:
+        """Ends because of a mistake of the user."""
+        print(f"stoker: {message}", file=sys.stderr)
+        self.end(2, f"stoker: {message}\n")
+
+    def end(self, code: int, text: str | None) -> NoReturn:
+        """Reports a failure, ends the other ranks if the launcher needs to be told to, and exits as Python would."""
+        code = code & 0xFF
+        if code and text is not None and self.rank is not None:
+            self._report(self.rank.rank, code, text[-20000:])
+        pmi = exchange.pmi()
+        if code and pmi is not None:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            time.sleep(0.3)  # the last output has to arrive before mpirun ends everything
+            pmi.abort(code)
+        sys.exit(code)
+
+    def _report(self, rank: int, code: int, text: str) -> None:
+        facts = {"rank": rank, "host": socket.gethostname(), "time": time.time(), "code": code, "text": text}
+        record, target = json.dumps(facts), self.settings.report
+        with contextlib.suppress(OSError):
+            if target == "stderr":
+                os.write(self.screen, f"{FAILURE_MARK}{record}\n".encode())
+            elif target:
+                Path(target, f"failed.{rank}.json").write_text(record, encoding="utf-8")
 
 
 def main(arguments: list[str]) -> NoReturn:
     streams.keep_running()
     try:
-        told = handover.read(os.environ) if arguments[0] == handover.FLAG else arguments
-        settings, script, rest = Settings.from_word(told[0]), told[1], told[2:]
+        received = handover.read(os.environ) if arguments[0] == handover.FLAG else arguments
+        settings, script, rest = Settings.from_json(received[0]), received[1], received[2:]
     except UserError as error:
         print(f"stoker: {error}", file=sys.stderr)
         sys.exit(2)
-    if settings.launched:
-        command.launched_as(command.Launch(settings.launched, settings.tells, settings.outer))
-    rank: Rank | None = None
-    screen = 2
+    if settings.launch_command:
+        launch = (settings.launch_command, settings.launcher_prints_resume, settings.outer_launcher)
+        command.launched_as(command.Launch(*launch))
+    process = _RankProcess(settings)
     try:
-        os.environ.update(settings.environment)
+        os.environ.update(settings.genv)
         allocators.preload(settings.allocator, [sys.executable, "-m", "stoker.launch.run", *arguments])
-        if told is not arguments:
+        if received is not arguments:
             handover.take()
-        rank = discover(os.environ)
-        if settings.several and rank is None:
+        process.rank = discover(os.environ)
+        if settings.is_one_of_several and process.rank is None:
             raise UserError(
                 "this rank was started without the variables of its launcher; `stoker launch --dry-run` shows them"
             )
-        screen, layer = _prepare(settings, rank)
+        process.screen, layer = _prepare(settings, process.rank)
     except UserError as error:
-        print(f"stoker: {error}", file=sys.stderr)
-        _end(settings, rank, 2, f"stoker: {error}\n", screen)
-    _run(settings, rank, script, rest, screen, layer)
+        process.refuse(str(error))
+    _run(process, script, rest, layer)
 
 
 def _prepare(settings: Settings, rank: Rank | None) -> tuple[int, Layer | None]:
     """Everything before the script; returns the descriptor that leads to the screen, and the compatibility layer."""
     if rank is not None and rank.size > 1:
         die_with_parent()
-    _join(settings, rank)
+    _set_rank_variables(settings, rank)
     if rank is not None and rank.rank > 0:
         _leave_input_to_rank_0()
     screen = _attach_output(settings, rank)
-    _take_place(settings, rank)
-    os.environ.update(settings.accelerate_variables())
+    _bind(settings, rank)
+    os.environ.update(settings.variables())
     if rank is not None and rank.size == rank.local_size and rank.size > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: gloo listens nowhere else
     if not settings.compat:
@@ -93,19 +130,19 @@ def _prepare(settings: Settings, rank: Rank | None) -> tuple[int, Layer | None]:
 
 
 def _leave_input_to_rank_0() -> None:
-    """Ranks of one machine share its standard input; without this, any of them might take what rank 0 asks for."""
+    """Ranks of one machine share its standard input; otherwise any of them might read what rank 0 waits for."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """A launcher that is killed without a chance to clean up takes this process along."""
+    """Ends this process when its parent ends, even if a launcher is killed without a chance to clean up."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def _join(settings: Settings, rank: Rank | None) -> None:
+def _set_rank_variables(settings: Settings, rank: Rank | None) -> None:
     if rank is None or rank.exchange == "given":  # torchrun has set everything
         return
     address, port = settings.master or exchange.agree(rank, os.environ)
@@ -143,7 +180,7 @@ def _attach_output(settings: Settings, rank: Rank | None) -> int:
 
 
 def _is_first_round(report: Path | None) -> bool:
-    """Whether these ranks are the first of the launch. The agent's own count leaves out rounds in which machines came or went."""
+    """Whether these are the first ranks of the launch. The agent's own count omits rounds in which machines joined or left."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return False
     try:
@@ -152,11 +189,11 @@ def _is_first_round(report: Path | None) -> bool:
         return True
 
 
-def _take_place(settings: Settings, rank: Rank | None) -> None:
+def _bind(settings: Settings, rank: Rank | None) -> None:
     local_rank, local_size = (rank.local_rank, rank.local_size) if rank else (0, 1)
     if rank is not None and rank.launcher == "Slurm":
         local_rank, local_size = 0, 1  # Slurm gives each task its own mask
-    elif settings.bind == "auto" and rank is not None and rank.launcher not in ("torchrun",):
+    elif settings.bind == "auto" and rank is not None and rank.launcher != "torchrun":
         _widen_to_parent()
     placement, note = binding.choose(settings, Machine.read(), local_rank, local_size, os.environ)
     if placement is None:
@@ -169,57 +206,43 @@ def _take_place(settings: Settings, rank: Rank | None) -> None:
 
 
 def _widen_to_parent() -> None:
-    """mpirun pins by rules of its own (Open MPI: one core for two ranks); its daemon's mask is what the job may use."""
+    """Undoes mpirun's own pinning (Open MPI: one core for two ranks); its daemon's mask is what the job may use."""
     with contextlib.suppress(OSError, AttributeError):
         if not any(name in os.environ for name in binding.PINNED_BY_HAND):
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
 
 
-def _run(
-    settings: Settings, rank: Rank | None, script: str, rest: list[str], screen: int, layer: Layer | None
-) -> NoReturn:
+def _run(process: _RankProcess, script: str, rest: list[str], layer: Layer | None) -> NoReturn:
     sys.argv = [script, *rest]
+    is_module, code = process.settings.module, 0
+    text: str | None = None
     try:
-        if settings.module:
+        if is_module:
             sys.path.insert(0, os.getcwd())
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
             runpy.run_path(script, run_name="__main__")
-        _say_if_nothing_was_optimised(script, layer)
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-        if stop.code is not None and not isinstance(stop.code, int):
+        if isinstance(stop.code, int):
+            code, text = stop.code, ""
+        elif stop.code is not None:
             print(stop.code, file=sys.stderr)
-        if code == 0:
-            _say_if_nothing_was_optimised(script, layer)
-        _end(settings, rank, code, "" if isinstance(stop.code, int) else str(stop.code), screen)
+            code, text = 1, str(stop.code)
     except KeyboardInterrupt:
         print("stoker: interrupted", file=sys.stderr)
-        _end(settings, rank, 130, None, screen)
+        process.end(130, None)
     except UserError as error:  # of the compatibility layer, or of Stoker used by the script
-        print(f"stoker: {error}", file=sys.stderr)
-        _end(settings, rank, 2, f"stoker: {error}\n", screen)
-    except ImportError as error:
-        if settings.module and _raised_above(error):  # python -m has one line for it, too
-            text = f"there is no module {script!r} to run: {error}"
-            print(f"stoker: {text}", file=sys.stderr)
-            _end(settings, rank, 2, f"stoker: {text}\n", screen)
-        _fail(settings, rank, error, [script, *rest], screen)
+        process.refuse(str(error))
     except BaseException as error:
-        _fail(settings, rank, error, [script, *rest], screen)
-    _end(settings, rank, 0, None, screen)
-
-
-def _say_if_nothing_was_optimised(script: str, layer: Layer | None) -> None:
-    if layer is not None and script != "stoker":  # whose own commands measure stock for comparison
+        if is_module and isinstance(error, ImportError) and _raised_above(error):  # python -m has one line for it, too
+            process.refuse(f"there is no module {script!r} to run: {error}")
+        text = _traceback(error) + "".join(f"stoker: {line}\n" for line in hints.hints(error, rest, script))
+        sys.stderr.write(text)
+        process.end(1, text)
+    if code == 0 and layer is not None and script != "stoker":  # whose own commands measure stock for comparison
         layer.say_if_nothing_was_optimised()
-
-
-def _fail(settings: Settings, rank: Rank | None, error: BaseException, words: list[str], screen: int) -> NoReturn:
-    text = _traceback(error) + "".join(f"stoker: {line}\n" for line in hints.hints(error, words[1:], words[0]))
-    sys.stderr.write(text)
-    _end(settings, rank, 1, text, screen)
+    process.end(code, text)
 
 
 def _traceback(error: BaseException) -> str:
@@ -244,32 +267,6 @@ def _raised_above(error: BaseException | None) -> bool:
 
 _ABOVE = {__file__, "<frozen runpy>", runpy.__file__}
 _IMPORTING = {"<frozen importlib.util>", "<frozen importlib._bootstrap>", importlib.util.__file__}
-
-
-def _end(settings: Settings, rank: Rank | None, code: int, text: str | None, screen: int) -> NoReturn:
-    """Leaves word of a failure, ends the others where the launcher needs to be told, and exits as Python would."""
-    number = rank.rank if rank else 0
-    code = code & 0xFF
-    if code and text is not None and rank is not None:
-        _report(settings, number, code, text[-20000:], screen)
-    conversation = exchange.pmi()
-    if code and conversation is not None:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        time.sleep(0.3)  # the last words have to travel before mpirun ends everything
-        conversation.abort(code)
-    sys.exit(code)
-
-
-def _report(settings: Settings, rank: int, code: int, text: str, screen: int) -> None:
-    record = json.dumps({"rank": rank, "host": socket.gethostname(), "time": time.time(), "code": code, "text": text})
-    if settings.report == "stderr":
-        with contextlib.suppress(OSError):
-            os.write(screen, f"{FAILURE_MARK}{record}\n".encode())
-    elif settings.report:
-        with contextlib.suppress(OSError):
-            Path(settings.report, f"failed.{rank}.json").write_text(record, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Addresses and ports of this machine: a free port, the address others reach it by, whether a name is this machine."""
+"""Addresses and ports of this machine: a free port, its address for other machines, whether a name is this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["free_port", "is_local", "own_address", "port_is_free", "resolve"]
 
 
 def free_port(address: str = "") -> int:
-    """A port that nobody listens on now."""
+    """A port that no program listens on now."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]
@@ -44,7 +44,7 @@ def resolve(name: str) -> tuple[str, ...]:
 
 
 def is_local(name: str) -> bool:
-    """Whether a name or address is this machine: something can be bound to it here."""
+    """Whether a name or address is this machine: a socket can be bound to it."""
     if name in ("localhost", socket.gethostname()):
         return True
     for address in resolve(name):
@@ -56,15 +56,15 @@ def is_local(name: str) -> bool:
 
 
 def own_address(environment: Mapping[str, str] = os.environ) -> str:
-    """The address under which other machines reach this one: that of the default route, else of the first interface.
+    """The address by which other machines reach this one: that of the default route, else of the first interface.
 
-    MPI's own choice of interface (HYDRA_IFACE, I_MPI_HYDRA_IFACE, FI_TCP_IFACE, GLOO_SOCKET_IFNAME) is followed.
+    An interface chosen by GLOO_SOCKET_IFNAME, I_MPI_HYDRA_IFACE, HYDRA_IFACE or FI_TCP_IFACE is preferred.
     """
     for key in ("GLOO_SOCKET_IFNAME", "I_MPI_HYDRA_IFACE", "HYDRA_IFACE", "FI_TCP_IFACE"):
         name = environment.get(key, "").split(",")[0]
         if name and (address := interface_address(name)):
             return address
-    # No packet is sent: connecting a datagram socket only asks the kernel which way it would go.
+    # No packet is sent: connecting a datagram socket only looks up the route.
     for family, far in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((far, 9))

@@ -23,103 +23,78 @@ class Finding:
 
 def check(config: Config, machine: Machine) -> list[Finding]:
     """Everything that does not fit together, or not with this machine."""
-    found = [Finding("odd", note) for note in config.notes]
-    found += [Finding("odd", f"{key}: unknown to Stoker and to accelerate, and not read") for key in unknown(config)]
-    found += _numbers(config, machine)
-    found += _addresses(config)
-    if config.hostfile:
-        found += _hosts(config)
+    texts = [*config.notes, *(f"{key}: unknown to Stoker and to accelerate, and not read" for key in unknown(config))]
     if config.mixed_precision in ("fp16", "fp8"):
-        found.append(Finding("odd", f"mixed_precision {config.mixed_precision} is for GPUs; on CPUs use bf16 or no"))
-    if config.dynamo_backend != "no":
-        found.append(
-            Finding(
-                "odd", "torch dynamo did not speed up training on CPUs where it was measured, and compiles a minute"
-            )
+        texts.append(f"mixed_precision {config.mixed_precision} is for GPUs; on CPUs use bf16 or no")
+    if config.dynamo_backend:
+        texts.append(
+            "torch dynamo did not make training on CPUs faster where it was measured, and compiles for a minute"
         )
-    return found
+    found = [_odd(text) for text in texts] + _numbers(config, machine) + _addresses(config)
+    return found + _hosts(config, config.hostfile) if config.hostfile else found
+
+
+def _wrong(text: str) -> Finding:
+    return Finding("wrong", text)
+
+
+def _odd(text: str) -> Finding:
+    return Finding("odd", text)
 
 
 def _numbers(config: Config, machine: Machine) -> list[Finding]:
-    if not config.several:
-        if config.num_processes > 1:
-            return [
-                Finding(
-                    "odd", f"{config.num_processes} processes, but distributed_type NO: one will run; set MULTI_CPU"
-                )
-            ]
-        return []
-    if config.num_processes == -1:
-        return [Finding("odd", "num_processes is open (-1): give --num_processes to every launch")]
+    processes, machines, rank = config.num_processes or 1, config.num_machines or 1, config.machine_rank or 0
+    if not config.is_distributed:
+        text = f"num_processes is {processes}, but distributed_type is NO: one process will run; set MULTI_CPU"
+        return [_odd(text)] if processes > 1 else []
+    if processes == -1:
+        return [_odd("num_processes is open (-1): every launch needs --num_processes")]
     found = []
-    if config.num_machines < 1 or config.num_processes < 1:
-        return [
-            Finding(
-                "wrong", f"{config.num_processes} processes on {config.num_machines} machines: both must be at least 1"
-            )
-        ]
-    if not 0 <= config.machine_rank < config.num_machines:
-        found.append(
-            Finding(
-                "wrong", f"machine_rank {config.machine_rank}: machines are numbered 0 to {config.num_machines - 1}"
-            )
-        )
-    if config.num_processes % config.num_machines and not config.hostfile:
-        text = f"{config.num_processes} processes cannot be divided evenly over {config.num_machines} machines"
-        found.append(Finding("wrong", text))
-    local = max(-(-config.num_processes // config.num_machines), 1)
+    if rank >= machines:
+        found.append(_wrong(f"machine_rank {rank}: machines are numbered 0 to {machines - 1}"))
+    if processes % machines and not config.hostfile:
+        found.append(_wrong(f"{processes} processes cannot be divided evenly over {machines} machines"))
+    local = -(-processes // machines)
     try:
         place(machine, local, threads=config.threads, workers=config.ccl_workers or 0)
     except UserError as error:
-        text = f"{config.num_processes} processes on {config.num_machines} machines are {local} on each: {error}"
-        found.append(Finding("wrong", text))
+        found.append(_wrong(f"{processes} processes on {machines} machines are {local} on each: {error}"))
     return found
 
 
 def _addresses(config: Config) -> list[Finding]:
     found = []
-    address, port = config.main_process_ip, config.main_process_port
-    if config.several and config.num_machines > 1 and not config.hostfile and config.launcher in ("auto", "torchrun"):
+    address, port, machines = config.main_process_ip, config.main_process_port, config.num_machines or 1
+    is_local = address is None or network.is_local(address)
+    if config.is_distributed and machines > 1 and not config.hostfile and config.launcher in (None, "torchrun"):
         if not address:
-            found.append(
-                Finding("wrong", f"{config.num_machines} machines need main_process_ip, or a hostfile for mpirun")
-            )
+            found.append(_wrong(f"{machines} machines need main_process_ip, or a hostfile for mpirun"))
         if port is None:
-            found.append(Finding("odd", "main_process_port is not set: 29500 will be used"))
+            found.append(_odd("main_process_port is not set: 29500 will be used"))
     if address and not network.resolve(address):
         found.append(
-            Finding(
-                "wrong", f"main_process_ip {address} is not known to this machine: a typing error, or missing in DNS"
-            )
+            _wrong(f"main_process_ip {address} is not known to this machine: a typing error, or missing in DNS")
         )
-    elif address and config.machine_rank == 0 and not config.hostfile and not network.is_local(address):
-        text = f"machine_rank is 0, but main_process_ip {address} is not this machine, whose address is {network.own_address()}"
-        found.append(Finding("wrong", text))
-    elif (
-        port
-        and 0 < port <= 65535
-        and (address is None or network.is_local(address))
-        and not network.port_is_free(port, address or "")
-    ):
+    elif not is_local and config.machine_rank is None and not config.hostfile:
+        own = network.own_address()
         found.append(
-            Finding("wrong", f"port {port} is in use by another program here; choose another main_process_port")
+            _wrong(f"machine_rank is 0, but main_process_ip {address} is not this machine, whose address is {own}")
         )
-    if port is not None and not 0 <= port <= 65535:
-        found.append(Finding("wrong", f"main_process_port {port} is not a port, 0 to 65535"))
+    elif port and is_local and not network.port_is_free(port, address or ""):
+        found.append(_wrong(f"port {port} is in use by another program here; choose another main_process_port"))
     return found
 
 
-def _hosts(config: Config) -> list[Finding]:
-    assert config.hostfile is not None
+def _hosts(config: Config, path: str) -> list[Finding]:
+    machines, per_host = 1, None
+    if config.is_distributed and config.num_machines:
+        machines, per_host = config.num_machines, -(-(config.num_processes or 1) // config.num_machines)
     try:
-        hosts = hostfile.read(config.hostfile)
-        per_host = (
-            -(-config.num_processes // config.num_machines) if config.several and config.num_machines > 1 else None
-        )
-        found = [Finding("odd", note) for note in hostfile.check(hosts, config.hostfile, per_host=per_host)]
+        hosts = hostfile.read(path)
+        found = [_odd(note) for note in hostfile.check(hosts, path, per_host=per_host)]
     except UserError as error:
-        return [Finding("wrong", str(error))]
-    if config.several and config.num_machines > 1 and len(hosts) != config.num_machines:
-        text = f"num_machines is {config.num_machines}, but {config.hostfile} names {len(hosts)} hosts"
-        found.append(Finding("wrong" if len(hosts) < config.num_machines else "odd", text))
+        return [_wrong(str(error))]
+    if 1 < machines != len(hosts):
+        text = f"num_machines is {machines}, but {path} names {len(hosts)} hosts"
+        found.append(_wrong(text) if len(hosts) < machines else _odd(text))
     return found

@@ -1,11 +1,11 @@
-"""Asking: arrow keys and typed answers in a terminal; from a pipe, the answers of any release of accelerate's own dialogue."""
+"""Asks the questions: menus and typed answers in a terminal; from a pipe, the answers to any release of accelerate's dialogue."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from stoker.errors import UserError
@@ -13,7 +13,7 @@ from stoker.launch.config.questions import QUESTIONS, RELEASES, Answers, Questio
 from stoker.machine import Machine
 from stoker.numbers import whole_number
 
-__all__ = ["ask_all", "move", "tell_unneeded", "understand"]
+__all__ = ["ask_all", "move", "take_defaults", "understand"]
 
 _LONGEST = 64 << 10
 """Characters of all answers together."""
@@ -24,88 +24,92 @@ def ask_all(
 ) -> Answers:
     """Answers to all questions that apply: those given as flags, the rest asked; `more` asks Stoker's own too."""
     source, screen = source or sys.stdin, screen or sys.stdout
-    get = _ask if source.isatty() else _read
-    answers = get(given, machine, source, screen, more)
-    tell_unneeded(given, answers)
+    if not source.isatty():
+        return _from_pipe(given, machine, source, screen, more)
+
+    def ask(question: Question, default: Any) -> Any:
+        if screen.isatty() and question.kind == "choice":
+            return _pick(question, default, screen)
+        return _type(question, default, source, screen)
+
+    answers = _collect(given, machine, lambda question: Release().asks(question, more), ask)
+    _warn_unneeded(given, answers)
     return answers
 
 
-def _ask(given: Answers, machine: Machine, source: TextIO, screen: TextIO, more: bool) -> Answers:
+def take_defaults(given: Answers, machine: Machine) -> Answers:
+    """Answers without asking: those given as flags, and the defaults."""
+    answers = _collect(
+        given, machine, lambda question: True, lambda question, default: None if question.meaning else default
+    )
+    _warn_unneeded(given, answers)
+    return answers
+
+
+def _collect(
+    given: Answers, machine: Machine, asks: Callable[[Question], bool], answer: Callable[[Question, Any], Any]
+) -> Answers:
+    """`answer(question, default)` for each question that applies, is to be asked, and is not given."""
     answers: Answers = {}
     for question in QUESTIONS:
         if not question.when(answers):
             continue
         if given.get(question.name) is not None:
             answers[question.name] = given[question.name]
-        elif not Release().asks(question, more):
-            continue
-        elif screen.isatty() and question.kind == "choice":
-            answers[question.name] = _pick(question, question.default(answers, machine), screen)
-        else:
-            answers[question.name] = _type(question, question.default(answers, machine), source, screen)
+        elif asks(question):
+            answers[question.name] = answer(question, question.propose(answers, machine))
     return answers
 
 
-def _read(given: Answers, machine: Machine, source: TextIO, screen: TextIO, more: bool) -> Answers:
-    """Takes the lines for the dialogue of the release that they fit: each understood, none missing, none left over."""
+def _from_pipe(given: Answers, machine: Machine, source: TextIO, screen: TextIO, more: bool) -> Answers:
+    """Finds the release whose dialogue the lines fit: each one understood, none missing, none left over."""
     try:
         text = source.read(_LONGEST + 1)
     except UnicodeDecodeError:
         raise UserError("the answers are not UTF-8 text") from None
     if len(text) > _LONGEST:
         raise UserError(f"the answers are longer than {_LONGEST:,} characters")
-    lines = text.splitlines()
-    fits = [_Fit.of(release, lines, given, machine, more) for release in RELEASES]
-    whole = [fit for fit in fits if fit.error is None and not fit.missing and not fit.left]
-    # A file may hold the first answers only; then the others are the defaults.
-    partly = [fit for fit in fits if fit.error is None and not fit.left]
-    if not whole and not partly:
+    fits = [_Fit(release, text.splitlines(), given, machine, more) for release in RELEASES]
+    # A file may contain the first answers only; the others are then the defaults.
+    partial = [fit for fit in fits if fit.error is None and not fit.left]
+    if not partial:
         furthest = max(fits, key=lambda fit: len(fit.shown))
         if furthest.error is not None:
             raise furthest.error
         raise UserError(f"all questions are answered, and {furthest.left[0]!r} is left over; leave it out")
-    chosen = (whole or partly)[0]
+    chosen = next((fit for fit in partial if not fit.missing), partial[0])
     screen.write("".join(chosen.shown))
     screen.flush()
+    _warn_unneeded(given, chosen.answers)
     return chosen.answers
 
 
 class _Fit:
     """How the lines of a pipe fit the dialogue of one release."""
 
-    def __init__(self) -> None:
+    def __init__(self, release: Release, lines: Sequence[str], given: Answers, machine: Machine, more: bool) -> None:
         self.answers: Answers = {}
         self.shown: list[str] = []
-        self.left: list[str] = []
-        """Lines that nothing was asked for; empty ones do not count."""
         self.missing = False
         """Whether a question had no line."""
         self.error: UserError | None = None
+        self._rest = [line.strip() for line in lines]
+        try:
+            self.answers = _collect(given, machine, lambda question: release.asks(question, more), self._answer)
+        except UserError as error:
+            self.error = error
+        self.left = [line for line in self._rest if line]
+        """Lines that answer no question; empty ones do not count."""
 
-    @classmethod
-    def of(cls, release: Release, lines: Sequence[str], given: Answers, machine: Machine, more: bool) -> _Fit:
-        fit, rest = cls(), [line.strip() for line in lines]
-        for question in QUESTIONS:
-            if not question.when(fit.answers):
-                continue
-            if given.get(question.name) is not None:
-                fit.answers[question.name] = given[question.name]
-                continue
-            if not release.asks(question, more):
-                continue
-            fit.missing = fit.missing or not rest
-            line, default = rest.pop(0) if rest else "", question.default(fit.answers, machine)
-            try:
-                fit.answers[question.name] = understand(question, line, default)
-            except UserError as error:
-                fit.error = error
-                return fit
-            fit.shown.append(f"{_prompt(question, default)}{line}\n")
-        fit.left = [line for line in rest if line]
-        return fit
+    def _answer(self, question: Question, default: Any) -> Any:
+        self.missing = self.missing or not self._rest
+        line = self._rest.pop(0) if self._rest else ""
+        answer = understand(question, line, default)
+        self.shown.append(f"{_prompt(question, default)}{line}\n")
+        return answer
 
 
-def tell_unneeded(given: Answers, answers: Answers) -> None:
+def _warn_unneeded(given: Answers, answers: Answers) -> None:
     """A line for each flag whose question does not apply."""
     for name, value in given.items():
         if value is not None and name not in answers:
@@ -135,7 +139,7 @@ def _prompt(question: Question, default: Any) -> str:
 
 
 def understand(question: Question, text: str, default: Any) -> Any:
-    """The answer that a typed line stands for; nothing typed is the default."""
+    """The answer that a typed line means; an empty line is the default."""
     if not text:
         return None if question.meaning else default
     if question.kind == "yes":
@@ -183,7 +187,7 @@ def _pick(question: Question, default: Any, screen: TextIO) -> Any:
 
 
 def move(key: str, position: int, count: int) -> int:
-    """Where the mark stands after a key: arrows, j and k, digits; round at the ends."""
+    """The selected line after a key press: arrows, j and k, digits. The ends wrap around."""
     if key in ("up", "k"):
         return (position - 1) % count
     if key in ("down", "j"):
@@ -199,7 +203,7 @@ _ARROWS = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Iterator[str]]:
-    """The keys of the terminal, one by one; it is put back as it was in every case."""
+    """The key presses, one by one; the terminal's mode is restored in every case."""
     import termios
     import tty
 

@@ -1,7 +1,8 @@
-"""The questionnaire of `stoker config`: the questions people know from accelerate, in its order, with answers proposed from
-the machine. What only Stoker asks is left for `--more`, so that notes on the old dialogue still fit.
+"""The questionnaire of `stoker config`: accelerate's questions, in its order, with defaults proposed from the machine. What
+only Stoker asks is left for `--more`, so that notes on the old dialogue still apply.
 
-Data and pure functions; `stoker.launch.config.prompts` does the talking. Every question is also a flag of `stoker config`.
+Data and pure functions; `stoker.launch.config.prompts` asks. Every question is also a flag of `stoker config`. A question that
+sets an option has the name of the option's key in a config file.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stoker.errors import UserError
-from stoker.launch.config.config_file import LAUNCHERS, Config
+from stoker.launch.config.config_file import IN_FILE, Config
 from stoker.launch.placement.divide_cores import place
 from stoker.machine import Machine, network
 from stoker.machine.verdicts import processes_and_threads
@@ -28,21 +29,25 @@ class Question:
     text: str
     kind: str
     """choice, yes, number or text."""
-    default: Callable[[Answers, Machine], Any]
+    default: Any
+    """A value, or a function of the answers so far and the machine."""
     choices: tuple[tuple[str, str], ...] = ()
     """(answer, what is shown), in accelerate's order: notes may name them by number."""
     when: Callable[[Answers], bool] = lambda answers: True
     asked: str = "always"
-    """always; more: only with --more; piped: some releases of accelerate asked it, so a pipe may hold an answer to it."""
+    """always; more: only with --more; piped: some releases of accelerate asked it, so a pipe may contain an answer."""
     least: int = 1
     """The lowest number."""
     meaning: str = ""
-    """What an empty answer stands for, where that is not the default but "not given"."""
+    """What an empty answer means, if that is not the default but "not given"."""
+
+    def propose(self, answers: Answers, machine: Machine) -> Any:
+        return self.default(answers, machine) if callable(self.default) else self.default
 
 
 @dataclass(frozen=True)
 class Release:
-    """In what the dialogue of some releases of accelerate differs from what a terminal is asked here."""
+    """How the dialogue of some releases of accelerate differs from Stoker's questions in a terminal."""
 
     more: frozenset[str] = frozenset()
     fewer: frozenset[str] = frozenset()
@@ -54,7 +59,7 @@ class Release:
 
 _DEEPSPEED, _DEBUG = frozenset({"deepspeed"}), frozenset({"deepspeed", "debug"})
 RELEASES: tuple[Release, ...] = (
-    Release(),  # as here, and as accelerate's guide for IPEX shows it
+    Release(),  # Stoker's own, and that of accelerate's guide for IPEX
     Release(more=_DEEPSPEED),
     Release(more=_DEBUG),  # 0.28 on
     Release(more=_DEBUG | {"dynamo_use_regional_compilation"}),  # 1.7 on
@@ -63,23 +68,27 @@ RELEASES: tuple[Release, ...] = (
     Release(fewer=frozenset({"use_mpirun"})),
     Release(more=_DEBUG | {"dynamo_use_regional_compilation"}, fewer=frozenset({"ipex", "mpirun_ccl"})),  # without IPEX
 )
-"""Tried in this order where answers come from a pipe."""
+"""Tried in this order if the answers come from a pipe."""
 
 
-def _several(answers: Answers) -> bool:
+def _is_distributed(answers: Answers) -> bool:
     return bool(answers["distributed_type"] == "MULTI_CPU")
 
 
 def _machines(answers: Answers) -> bool:
-    return _several(answers) and answers.get("num_machines", 1) > 1
+    return _is_distributed(answers) and answers.get("num_machines", 1) > 1
 
 
 def _by_mpi(answers: Answers) -> bool:
-    return _several(answers) and bool(answers.get("use_mpirun"))
+    return _is_distributed(answers) and bool(answers.get("use_mpirun"))
+
+
+def _compiles(answers: Answers) -> bool:
+    return bool(answers.get("dynamo"))
 
 
 def _customized(answers: Answers) -> bool:
-    return bool(answers.get("dynamo")) and bool(answers.get("dynamo_customized"))
+    return _compiles(answers) and bool(answers.get("dynamo_customized"))
 
 
 def _threads(answers: Answers, machine: Machine) -> int:
@@ -99,147 +108,73 @@ def _same(names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     return tuple((name, name) for name in names)
 
 
+# fmt: off
 QUESTIONS: tuple[Question, ...] = (
-    Question(
-        "compute_environment", "In which compute environment are you running?", "choice",
-        lambda answers, machine: "LOCAL_MACHINE", (("LOCAL_MACHINE", "This machine"),),
-    ),
-    Question(
-        "distributed_type", "Which type of machine are you using?", "choice",
-        lambda answers, machine: "MULTI_CPU" if processes_and_threads(machine)[0] > 1 else "NO",
-        (("NO", "No distributed training"), ("MULTI_CPU", "multi-CPU")),
-    ),
-    Question(
-        "num_machines", "How many different machines will you use (use more than 1 for multi-node training)?", "number",
-        lambda answers, machine: 1, when=_several,
-    ),
-    Question(
-        "machine_rank", "What is the rank of this machine?", "number", lambda answers, machine: 0, when=_machines, least=0
-    ),
-    Question(
-        "main_process_ip", "What is the IP address of the machine that will host the main process?", "text",
-        lambda answers, machine: network.own_address() if answers.get("machine_rank", 0) == 0 else "", when=_machines,
-    ),
-    Question(
-        "main_process_port", "What is the port you will use to communicate with the main process?", "number",
-        lambda answers, machine: 29500, when=_machines,
-    ),
-    Question(
-        "same_network", "Are all the machines on the same local network?", "yes", lambda answers, machine: True,
-        when=_machines,
-    ),
-    Question(
-        "rdzv_backend", "What rendezvous backend will you use? ('static', 'c10d', ...)", "text",
-        lambda answers, machine: "static", when=lambda answers: _machines(answers) and not answers["same_network"],
-    ),
-    Question(
-        "debug", "Should distributed operations be checked while running for errors?", "yes",
-        lambda answers, machine: False, when=_several, asked="piped",
-    ),
-    Question(
-        "use_cpu", "Do you want to run your training on CPU only?", "yes", lambda answers, machine: True,
-        when=lambda answers: not _several(answers),
-    ),
-    Question(
-        "ipex", "Do you want to use Stoker's optimisations (what Intel PyTorch Extension, IPEX, was for)?", "yes",
-        lambda answers, machine: True,
-    ),
-    Question(
-        "use_mpirun", "Do you want Stoker to launch mpirun?", "yes", lambda answers, machine: False, when=_several,
-    ),
-    Question(
-        "mpirun_hostfile", "Please enter the path to the hostfile to use with mpirun", "text",
-        lambda answers, machine: "~/hostfile", when=_by_mpi,
-    ),
-    Question(
-        "mpirun_ccl", "Enter the number of oneCCL worker threads (cores of each process kept for communication)", "number",
-        lambda answers, machine: 0, when=_by_mpi, least=0,
-    ),
-    Question(
-        "launcher", "What shall start the processes?", "choice",
-        lambda answers, machine: "auto",
-        (
-            ("auto", "what fits: mpirun with a hostfile, else torchrun"),
-            ("torchrun", "torchrun (stoker launch on each machine)"),
-            ("impi", "Intel MPI (from one machine, over ssh)"),
-            ("mpich", "MPICH (from one machine, over ssh)"),
-            ("openmpi", "Open MPI (from one machine, over ssh)"),
-            ("slurm", "Slurm"),
-        ),
-        when=_several, asked="more",
-    ),
-    Question(
-        "dynamo", "Do you wish to optimize your script with torch dynamo?", "yes", lambda answers, machine: False,
-    ),
-    Question(
-        "dynamo_backend", "Which dynamo backend would you like to use?", "choice", lambda answers, machine: "inductor",
-        _same(_DYNAMO), when=lambda answers: bool(answers.get("dynamo")),
-    ),
-    Question(
-        "dynamo_customized", "Do you want to customize the defaults sent to torch.compile?", "yes",
-        lambda answers, machine: False, when=lambda answers: bool(answers.get("dynamo")),
-    ),
-    Question(
-        "dynamo_mode", "Which mode do you want to use?", "choice", lambda answers, machine: "default", _same(_MODES),
-        when=_customized,
-    ),
-    Question(
-        "dynamo_use_fullgraph", "Do you want the fullgraph mode or it is ok to break model into several subgraphs?", "yes",
-        lambda answers, machine: False, when=_customized,
-    ),
-    Question(
-        "dynamo_use_dynamic", "Do you want to enable dynamic shape tracing?", "yes", lambda answers, machine: False,
-        when=_customized,
-    ),
-    Question(
-        "dynamo_use_regional_compilation", "Do you want to enable regional compilation?", "yes",
-        lambda answers, machine: False, when=_customized, asked="piped",
-    ),
-    Question(
-        "deepspeed", "Do you want to use DeepSpeed?", "yes", lambda answers, machine: False,
-        when=lambda answers: not _several(answers), asked="piped",
-    ),
-    Question(
-        "num_processes", "How many processes should be used for distributed training?", "number",
-        lambda answers, machine: answers.get("num_machines", 1) * max(processes_and_threads(machine)[0], 1), when=_several,
-    ),
-    Question(
-        "num_cpu_threads_per_process", "How many threads should each process use?", "number",
-        lambda answers, machine: _threads(answers, machine), asked="more", meaning="one per core of the machine it runs on",
-    ),
-    Question(
-        "mixed_precision", "Do you wish to use mixed precision?", "choice",
-        lambda answers, machine: "no", _same(("no", "fp16", "bf16", "fp8")),
-    ),
-)  # fmt: skip
-assert {name for question in QUESTIONS if question.name == "launcher" for name, _ in question.choices} == set(LAUNCHERS)
+    Question("compute_environment", "In which compute environment are you running?", "choice", "LOCAL_MACHINE",
+             (("LOCAL_MACHINE", "This machine"),)),
+    Question("distributed_type", "Which type of machine are you using?", "choice",
+             lambda answers, machine: "MULTI_CPU" if processes_and_threads(machine)[0] > 1 else "NO",
+             (("NO", "No distributed training"), ("MULTI_CPU", "multi-CPU"))),
+    Question("num_machines", "How many different machines will you use (use more than 1 for multi-node training)?", "number", 1,
+             when=_is_distributed),
+    Question("machine_rank", "What is the rank of this machine?", "number", 0, when=_machines, least=0),
+    Question("main_process_ip", "What is the IP address of the machine that will host the main process?", "text",
+             lambda answers, machine: network.own_address() if answers.get("machine_rank", 0) == 0 else "", when=_machines),
+    Question("main_process_port", "What is the port you will use to communicate with the main process?", "number", 29500,
+             when=_machines),
+    Question("same_network", "Are all the machines on the same local network?", "yes", True, when=_machines),
+    Question("rdzv_backend", "What rendezvous backend will you use? ('static', 'c10d', ...)", "text", "static",
+             when=lambda answers: _machines(answers) and not answers["same_network"]),
+    Question("debug", "Should distributed operations be checked while running for errors?", "yes", False,
+             when=_is_distributed, asked="piped"),
+    Question("use_cpu", "Do you want to run your training on CPU only?", "yes", True,
+             when=lambda answers: not _is_distributed(answers)),
+    Question("ipex", "Do you want to use Stoker's optimisations (what Intel PyTorch Extension, IPEX, was for)?", "yes", True),
+    Question("use_mpirun", "Do you want Stoker to launch mpirun?", "yes", False, when=_is_distributed),
+    Question("mpirun_hostfile", "Please enter the path to the hostfile to use with mpirun", "text", "~/hostfile", when=_by_mpi),
+    Question("mpirun_ccl", "Enter the number of oneCCL worker threads (cores of each process kept for communication)", "number",
+             0, when=_by_mpi, least=0),
+    Question("launcher", "What should start the processes?", "choice", "auto",
+             (("auto", "automatic: mpirun with a hostfile, otherwise torchrun"),
+              ("torchrun", "torchrun (stoker launch on each machine)"),
+              ("impi", "Intel MPI (from one machine, over ssh)"),
+              ("mpich", "MPICH (from one machine, over ssh)"),
+              ("openmpi", "Open MPI (from one machine, over ssh)"),
+              ("slurm", "Slurm")),
+             when=_is_distributed, asked="more"),
+    Question("dynamo", "Do you wish to optimize your script with torch dynamo?", "yes", False),
+    Question("dynamo_backend", "Which dynamo backend would you like to use?", "choice", "inductor", _same(_DYNAMO),
+             when=_compiles),
+    Question("dynamo_customized", "Do you want to customize the defaults sent to torch.compile?", "yes", False, when=_compiles),
+    Question("dynamo_mode", "Which mode do you want to use?", "choice", "default", _same(_MODES), when=_customized),
+    Question("dynamo_use_fullgraph", "Do you want the fullgraph mode or it is ok to break model into several subgraphs?", "yes",
+             False, when=_customized),
+    Question("dynamo_use_dynamic", "Do you want to enable dynamic shape tracing?", "yes", False, when=_customized),
+    Question("dynamo_use_regional_compilation", "Do you want to enable regional compilation?", "yes", False,
+             when=_customized, asked="piped"),
+    Question("deepspeed", "Do you want to use DeepSpeed?", "yes", False,
+             when=lambda answers: not _is_distributed(answers), asked="piped"),
+    Question("num_processes", "How many processes should be used for distributed training?", "number",
+             lambda answers, machine: answers.get("num_machines", 1) * max(processes_and_threads(machine)[0], 1),
+             when=_is_distributed),
+    Question("num_cpu_threads_per_process", "How many threads should each process use?", "number", _threads, asked="more",
+             meaning="one per core of the machine it runs on"),
+    Question("mixed_precision", "Do you wish to use mixed precision?", "choice", "no", _same(("no", "fp16", "bf16", "fp8"))),
+)
+# fmt: on
+_CHOICES = {question.name: {name for name, _ in question.choices} for question in QUESTIONS}
+assert all(_CHOICES[name] == set(IN_FILE[name].choices or ()) for name in ("launcher", "mixed_precision"))
 
 
 def to_config(answers: Answers) -> Config:
     if answers.get("deepspeed"):
-        raise UserError("DeepSpeed is not launched by Stoker, which trains on CPUs; answer no")
-    several = answers.get("distributed_type") == "MULTI_CPU"
-    kept = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")
-    compiled = {name: answers[name] for name in kept if name in answers}
+        raise UserError("Stoker does not launch DeepSpeed, because it trains on CPUs; answer no")
+    compile_options = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")
+    compiled = {name: answers[name] for name in compile_options if name in answers}
     other: dict[str, Any] = {"dynamo_config": compiled} if compiled else {}
     if answers.get("debug"):
         other["debug"] = True
-    return Config(
-        distributed_type="MULTI_CPU" if several else "NO",
-        num_machines=answers.get("num_machines", 1) if several else 1,
-        num_processes=answers.get("num_processes", 1) if several else 1,
-        machine_rank=answers.get("machine_rank") or 0,
-        main_process_ip=answers.get("main_process_ip") or None,
-        main_process_port=answers.get("main_process_port"),
-        mixed_precision=answers.get("mixed_precision", "no"),
-        rdzv_backend=answers.get("rdzv_backend") or "static",
-        same_network=answers.get("same_network", True),
-        use_cpu=answers.get("use_cpu", True),
-        ipex=answers.get("ipex", True),
-        dynamo_backend=answers.get("dynamo_backend", "inductor") if answers.get("dynamo") else "no",
-        hostfile=answers.get("mpirun_hostfile") or None,
-        ccl_workers=answers.get("mpirun_ccl") or None,
-        threads=answers.get("num_cpu_threads_per_process"),
-        launcher=answers.get("launcher", "auto"),
-        other=other,
-    )
+    names = {name: option.config.rpartition(".")[2] for name, option in IN_FILE.items()}
+    names |= {name: name for name in ("distributed_type", "rdzv_backend", "same_network", "use_cpu")}
+    values = {name: answers[key] for name, key in names.items() if answers.get(key) not in (None, "")}
+    return Config(**{"num_processes": 1, **values}, other=other)

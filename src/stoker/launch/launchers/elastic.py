@@ -71,7 +71,7 @@ def _run_agent(
             logging.getLogger(logger).setLevel(logging.CRITICAL)  # what users need to know is printed below
     rendezvous = Rendezvous(job, port, listener, directory)
     rendezvous_handler_registry.register("stoker", lambda parameters: rendezvous)
-    sent = dataclasses.replace(settings, several=True, report=str(directory))
+    sent = dataclasses.replace(settings, is_one_of_several=True, report=str(directory))
     config: dict[str, Any] = {
         "min_nodes": job.least,
         "max_nodes": job.machines,

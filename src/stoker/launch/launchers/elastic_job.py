@@ -1,4 +1,4 @@
-"""One machine's part of a launch by torchrun's agent, and the socket at which the others find the first."""
+"""One machine's part of a launch with torchrun's agent, and the socket on which machine 0 accepts the others."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class Job:
 
     local_size: int
     machines: int = 1
-    """As many as there is room for."""
+    """The largest number of machines."""
     least: int = 1
-    """As many as are needed; fewer than `machines` where the job goes on without one."""
+    """The smallest number; fewer than `machines` if the job continues without one."""
     machine_rank: int = 0
-    """-1: any but the first, to be numbered by the first."""
+    """-1: any but the first; machine 0 assigns the number."""
     address: str = "127.0.0.1"
     port: int | None = None
     max_restarts: int = 0
     wait: float = 600.0
     """Seconds to wait for the other machines."""
     grace: int = 10
-    """Seconds between asking processes to end and ending them."""
+    """Seconds between SIGTERM and SIGKILL."""
     silence: float = _SILENCE
-    """Seconds without a sign of life after which a machine counts as gone."""
+    """Seconds without a heartbeat after which a machine counts as dead."""
 
     @property
     def elastic(self) -> bool:
@@ -42,7 +42,7 @@ class Job:
 
 
 def silence() -> float:
-    """What STOKER_LAUNCH_SILENCE asks for."""
+    """The value of STOKER_LAUNCH_SILENCE."""
     text = os.environ.get("STOKER_LAUNCH_SILENCE", str(_SILENCE))
     try:
         seconds = float(text)
@@ -54,7 +54,7 @@ def silence() -> float:
 
 
 def listen(job: Job) -> socket.socket:
-    """A listening socket on the address asked for; torch's store would take all interfaces."""
+    """A listening socket on this address only; torch's store would listen on all interfaces."""
     addresses = network.resolve(job.address)
     if not addresses:
         raise UserError(f"--main_process_ip {job.address} is not known to this machine; give an address of it")

@@ -1,7 +1,7 @@
-"""The other hosts of an mpirun, held by a line of ssh each: whether they are still there, and nobody left behind on them.
+"""One ssh connection to each other host of an mpirun: it notices a host that dies, and ends processes left over there.
 
-`Lifelines` runs beside mpirun, which does not notice a host that has died. The other end,
-`python -m stoker.launch.launchers.guard JOB`, ends the job's processes on its host once the launch is over or has fallen silent.
+`Lifelines` runs beside mpirun, which does not notice a dead host. The other end, `python -m stoker.launch.launchers.guard JOB`,
+ends the job's processes on its host when the launch has ended or sends no more signals.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Lifelines", "main"]
 
 _BEAT = 2.0
 _SILENCE = 20.0
-"""Seconds without a beat after which the launch counts as gone."""
+"""Seconds without a signal after which the launch counts as dead."""
 _GRACE = 5.0
-"""Seconds that the job's processes get to end by themselves."""
+"""Seconds in which the job's processes may end by themselves."""
 
 
 class Lifelines:
-    """One ssh per host other than this one; `lost` is called with the name of the first that breaks."""
+    """One ssh connection per other host; `lost` is called with the name of a host whose connection breaks."""
 
     def __init__(
         self, hosts: Sequence[str], job: str, lost: Callable[[str], None], environment: Mapping[str, str]
@@ -47,8 +47,8 @@ class Lifelines:
             "stoker.launch.launchers.guard",
             job,
         ]
-        # The shell says that the line stands before Python has started: a host may die in that second too.
-        program = ["sh", "-c", 'echo here; exec "$@"', "sh", *program]
+        # The shell confirms the connection before Python has started: a host may die in that second too.
+        program = ["sh", "-c", 'echo connected; exec "$@"', "sh", *program]
         for host in hosts:
             if network.is_local(host):
                 continue
@@ -70,7 +70,7 @@ class Lifelines:
         assert line.stdin is not None
         assert line.stdout is not None
         if not line.stdout.readline():
-            return  # it never stood; mpirun has its own way to that host, and says what is wrong with it
+            return  # never connected; mpirun has its own connection to that host, and reports what is wrong with it
         while not self._closing.wait(_BEAT):
             try:
                 line.stdin.write(b".")
@@ -83,7 +83,7 @@ class Lifelines:
                 return
 
     def close(self) -> None:
-        """Lets the guards look for what is left, and waits for them."""
+        """Lets the guards end what is left, and waits for them."""
         self._closing.set()
         for line in self._lines.values():
             with contextlib.suppress(OSError):
@@ -98,20 +98,20 @@ class Lifelines:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The far end: listens for beats, then clears up."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the line breaking is what it waits for
+    """The remote end: waits for the last signal, then cleans up."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the broken connection is what it waits for
     last = time.monotonic()
     while time.monotonic() - last < _SILENCE:
         if select.select([0], [], [], 1.0)[0]:
             if not os.read(0, 4096):
                 break
             last = time.monotonic()
-    clear_up(arguments[0])
+    clean_up(arguments[0])
     return 0
 
 
-def clear_up(job: str, grace: float = _GRACE) -> list[int]:
-    """Ends what is left of a job on this machine; returns what had to be ended."""
+def clean_up(job: str, grace: float = _GRACE) -> list[int]:
+    """Ends the remaining processes of a job on this machine; returns them."""
     limit = time.monotonic() + grace
     while leftovers.processes_of(job) and time.monotonic() < limit:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""mpirun of Intel MPI, MPICH and Open MPI: which one is here, how each wants to be asked, and its output and end."""
+"""mpirun of Intel MPI, MPICH and Open MPI: finding one, its command line, its output and its exit code."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from stoker.launch.rank import failure, leftovers
 from stoker.launch.run import FAILURE_MARK, die_with_parent
 from stoker.machine.launchers import Launcher, find_launchers
 
-__all__ = ["Mpirun", "command", "find", "hostfile_text", "launch"]
+__all__ = ["KINDS", "Mpirun", "command", "find", "hostfile_text", "launch"]
 
-_KINDS = {"impi": "Intel MPI", "mpich": "MPICH", "openmpi": "Open MPI"}
+KINDS = {"impi": "Intel MPI", "mpich": "MPICH", "openmpi": "Open MPI"}
 _INSTALL = {"impi": "impi-rt==2021.18.1", "mpich": "mpich", "openmpi": "openmpi"}
 
-# Open MPI carries no environment to other machines unless told to; these are what a training depends on.
+# Open MPI passes no environment to other machines unless told to; training depends on these variables.
 _CARRIED = ("HF_", "TRANSFORMERS_", "ACCELERATE_", "CCL_", "OMP_", "KMP_", "MKL_", "FI_", "I_MPI_", "STOKER_", "TORCH_",
             "TOKENIZERS_", "GLOO_", "PYTHON", "MASTER_")  # fmt: skip
 
-# ssh must not hang on a machine that has died, and must never ask.
+# ssh must not hang on a dead machine, and must never prompt.
 _SSH = "-o BatchMode=yes -o ServerAliveInterval=3 -o ServerAliveCountMax=3"
 
 
 @dataclass(frozen=True)
 class Mpirun:
+    """An installed mpirun."""
+
     kind: str
     """impi, mpich or openmpi."""
     path: str
@@ -51,14 +53,14 @@ def find(wanted: str = "auto", launchers: Sequence[Launcher] | None = None) -> M
     """The mpirun to use: the one asked for, else the first on PATH."""
     found = find_launchers() if launchers is None else launchers
     for launcher in found:
-        for kind, name in _KINDS.items():
+        for kind, name in KINDS.items():
             if launcher.kind == name and wanted in ("auto", kind):
                 # Intel's mpirun is a shell script that would keep signals to itself; this is what it calls.
                 hydra = os.path.join(os.path.dirname(launcher.path), "mpiexec.hydra")
                 return Mpirun(kind, hydra if kind != "openmpi" and os.path.exists(hydra) else launcher.path)
     if wanted != "auto":
         raise UserError(
-            f"--launcher {wanted}: no mpirun of {_KINDS[wanted]} is on PATH; `pip install {_INSTALL[wanted]}`"
+            f"--launcher {wanted}: no mpirun of {KINDS[wanted]} is on PATH; `pip install {_INSTALL[wanted]}`"
         )
     raise UserError(
         f"a hostfile needs an mpirun, and none is on PATH; `pip install {_INSTALL['impi']}` (Intel MPI), mpich or openmpi"
@@ -66,13 +68,13 @@ def find(wanted: str = "auto", launchers: Sequence[Launcher] | None = None) -> M
 
 
 def hostfile_text(mpirun: Mpirun, counts: Sequence[tuple[Host, int]]) -> str:
-    """The hostfile in this MPI's own words."""
+    """The hostfile in this MPI's own format."""
     if mpirun.kind == "openmpi":
         return "".join(f"{host.name} slots={count}\n" for host, count in counts)
     for host, _ in counts:
         if ":" in host.name:
             raise UserError(
-                f"{_KINDS[mpirun.kind]} takes no IPv6 address in a hostfile: give {host.name} a name in /etc/hosts"
+                f"{KINDS[mpirun.kind]} takes no IPv6 address in a hostfile: give {host.name} a name in /etc/hosts"
             )
     return "".join(f"{host.name}:{count}\n" for host, count in counts)
 
@@ -85,29 +87,29 @@ def command(
     program: Sequence[str],
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """The very command, as a list of words; nothing of it passes through a shell on this machine."""
+    """The command as a list of words; no shell on this machine interprets it."""
     total = sum(count for _, count in counts)
     most = max(count for _, count in counts)
-    # Hydra fills host after host, Open MPI wants room for as many on each; else the hostfile says how many each takes.
+    # Hydra fills host after host, Open MPI needs the same number on each; otherwise the hostfile says how many each takes.
     full = counts if mpirun.kind == "openmpi" else counts[:-1]
     even = all(count == most for _, count in full)
-    words = [mpirun.path, "-n", str(total)]
+    arguments = [mpirun.path, "-n", str(total)]
     if mpirun.kind == "openmpi":
-        words += ["--hostfile", hostfile] if hostfile else []
-        words += ["--map-by", f"ppr:{most}:node" if even else "slot", "--bind-to", "none"]
+        arguments += ["--hostfile", hostfile] if hostfile else []
+        arguments += ["--map-by", f"ppr:{most}:node" if even else "slot", "--bind-to", "none"]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
-            words += ["--allow-run-as-root"]
-        words += ["--prtemca", "plm_ssh_args", _SSH, "--prtemca", "plm_ssh_no_tree_spawn", "1"]
+            arguments += ["--allow-run-as-root"]
+        arguments += ["--prtemca", "plm_ssh_args", _SSH, "--prtemca", "plm_ssh_no_tree_spawn", "1"]
         for name in environment:
             if name.startswith(_CARRIED):
-                words += ["-x", name]
+                arguments += ["-x", name]
     else:
-        # With -f alone Intel's puts as many ranks on a host as it has cores, whatever the file says.
+        # With -f alone, Intel's starts as many ranks on a host as it has cores, whatever the file says.
         file = "-machinefile" if mpirun.kind == "impi" and not even else "-f"
-        words += [file, hostfile] if hostfile else ["-hosts", "localhost"]
-        words += ["-ppn", str(most)] if even else []
-        words += ["-genv", "I_MPI_PIN", "0"] if mpirun.kind == "impi" else ["-bind-to", "none"]
-    return [*words, *extra, *program]
+        arguments += [file, hostfile] if hostfile else ["-hosts", "localhost"]
+        arguments += ["-ppn", str(most)] if even else []
+        arguments += ["-genv", "I_MPI_PIN", "0"] if mpirun.kind == "impi" else ["-bind-to", "none"]
+    return [*arguments, *extra, *program]
 
 
 def variables(mpirun: Mpirun, environment: Mapping[str, str]) -> dict[str, str]:
@@ -130,24 +132,24 @@ def launch(
     extra: Sequence[str] = (),
     *,
     job: str,
-    with_hostfile: bool = True,
+    has_hostfile: bool = True,
 ) -> int:
-    """Runs mpirun to its end; returns the exit code of the command."""
+    """Runs mpirun; returns the exit code of `stoker launch`."""
     with leftovers.directory(job) as directory:
         hostfile = None
-        if with_hostfile:
+        if has_hostfile:
             hostfile = str(directory / "hostfile")
             Path(hostfile).write_text(hostfile_text(mpirun, counts), encoding="utf-8")
         environment = {**environment, leftovers.JOB: job}
         words = command(mpirun, counts, hostfile, environment, program, extra)
-        code = _Watch(variables(mpirun, environment), [host.name for host, _ in counts], job).run(words)
+        code = _Process(variables(mpirun, environment), [host.name for host, _ in counts], job).run(words)
         if code:
             leftovers.end(job)
         return code
 
 
-class _Watch:
-    """One mpirun: its output on the way to the screen, the failures in it, and the signals on the way to it."""
+class _Process:
+    """One running mpirun: forwards its output to the screen and signals to it, and collects the failures that ranks report."""
 
     def __init__(self, environment: Mapping[str, str], names: list[str], job: str) -> None:
         self._environment = environment
@@ -162,7 +164,7 @@ class _Watch:
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
             for number in before:
-                signal.signal(number, self._pass_on)
+                signal.signal(number, self._forward_signal)
             own = {name: value for name, value in self._environment.items() if name != leftovers.JOB}
             # A session of its own: Ctrl-C reaches mpirun through us only, once.
             self._process = subprocess.Popen(
@@ -189,12 +191,12 @@ class _Watch:
                 lifelines.close()
             for reader in readers:
                 reader.join(timeout=5)
-            return self._verdict(code)
+            return self._exit_code(code)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _pass_on(self, number: int, frame: object) -> None:
+    def _forward_signal(self, number: int, frame: object) -> None:
         self._signal = self._signal or number
         if self._process is not None:
             with contextlib.suppress(OSError):
@@ -212,7 +214,7 @@ class _Watch:
                 self._end()
 
     def _end(self) -> None:
-        """Whatever is left of mpirun on this machine; its daemons elsewhere end when their connection breaks."""
+        """Ends mpirun on this machine; its daemons on other hosts end when their connection breaks."""
         if self._process is None or self._process.poll() is not None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -234,16 +236,16 @@ class _Watch:
             *lines, rest = rest.split(b"\n")
             for line in lines:
                 shown, found, record = line.partition(mark)
-                told = failure.parse(record.decode("utf-8", "replace")) if found else None
-                if told is None:
+                reported = failure.parse(record.decode("utf-8", "replace")) if found else None
+                if reported is None:
                     _write(target, line + b"\n")
                     continue
-                self._failures.append(told)
+                self._failures.append(reported)
                 if shown.strip():
                     _write(target, shown + b"\n")
         _write(target, rest)
 
-    def _verdict(self, code: int) -> int:
+    def _exit_code(self, code: int) -> int:
         if self._signal is not None:
             name = "Ctrl-C" if self._signal == signal.SIGINT else signal.Signals(self._signal).name
             print(f"stoker: ended by {name}; all ranks have been ended", file=sys.stderr)

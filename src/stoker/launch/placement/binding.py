@@ -1,11 +1,12 @@
-"""Puts a process on its share of the machine, from inside: affinity mask, memory policy, thread count.
+"""Binds this process to its share of the machine: affinity mask, memory policy, thread count.
 
-No numactl and no privilege is needed; what a container forbids is left undone and said.
+No numactl and no privileges are needed; what a container forbids is skipped and reported.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 from collections.abc import Mapping
@@ -15,21 +16,22 @@ from stoker.errors import UserError
 from stoker.launch.placement.divide_cores import Placement, place
 from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
+from stoker.machine.tree import format_cpu_list
 from stoker.numbers import whole_number
 
-__all__ = ["PINNED_BY_HAND", "bind", "choose", "choose_all", "ranges", "thread_variables"]
+__all__ = ["PINNED_BY_HAND", "bind", "choose", "choose_all", "thread_variables"]
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # asm/unistd.h
 _MPOL_BIND = 2  # linux/mempolicy.h
 
-# Set by a person, these mean that the launcher's pinning is wanted as it is.
+# Users set these in order to have the launcher's own pinning, which is then kept.
 PINNED_BY_HAND = ("I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST", "I_MPI_PIN_CELL", "I_MPI_PIN_ORDER")
 
 
 def choose(
     settings: Settings, machine: Machine, local_rank: int, local_size: int, environment: Mapping[str, str]
 ) -> tuple[Placement | None, str | None]:
-    """The share of local rank `local_rank`, and a line where a wish could not be followed; None: leave all as it is."""
+    """The share of one local rank (None: do not pin), and a note if OMP_NUM_THREADS could not be used."""
     shares, note = choose_all(settings, machine, local_size, environment)
     return (shares[local_rank] if shares else None), note
 
@@ -37,52 +39,34 @@ def choose(
 def choose_all(
     settings: Settings, machine: Machine, local_size: int, environment: Mapping[str, str]
 ) -> tuple[tuple[Placement, ...], str | None]:
-    """The shares of all local ranks; none: leave all as it is."""
+    """The shares of all local ranks; empty if nothing is to be pinned."""
     if settings.bind == "none":
         return (), None
     ranks = local_size
     pinned = settings.bind == "keep" or any(name in environment for name in PINNED_BY_HAND)
     if pinned or len(machine.usable_cores) < local_size == 1:
         local_size = 1
+    place_with = functools.partial(
+        place, machine, local_size, workers=settings.ccl_workers or 0, logical=settings.logical,
+        efficiency=settings.efficiency, nodes=settings.nodes, oversubscribe=settings.oversubscribe,
+    )  # fmt: skip
     threads, note = settings.threads, None
     inherited = whole_number(environment.get("OMP_NUM_THREADS", "").split(",")[0])
     if threads is None and inherited is not None and inherited >= 0:
-        threads, note = _inherited_threads(inherited, settings, machine, local_size)
-    shares = place(
-        machine,
-        local_size,
-        threads=threads,
-        workers=settings.workers,
-        logical=settings.logical,
-        efficiency=settings.efficiency,
-        cores_per_process=settings.cores_per_process,
-        nodes=settings.nodes,
-        oversubscribe=settings.oversubscribe,
-    )
+        threads = inherited
+        try:
+            place_with(threads=inherited)
+        except UserError:  # a number from another day must not oversubscribe this machine
+            kept = (
+                f" with {counted(settings.ccl_workers, 'core')} kept for communication" if settings.ccl_workers else ""
+            )
+            note = (
+                f"OMP_NUM_THREADS={inherited} is more than each process's share of this machine{kept}; the share is used "
+                "instead"
+            )
+            threads = None
+    shares = place_with(threads=threads, cores_per_process=settings.cores_per_process)
     return shares if ranks == local_size else shares * ranks, note
-
-
-def _inherited_threads(
-    threads: int, settings: Settings, machine: Machine, local_size: int
-) -> tuple[int | None, str | None]:
-    """OMP_NUM_THREADS is followed where it fits; a number from another day must not oversubscribe this machine."""
-    if settings.oversubscribe:
-        return threads, None
-    try:
-        place(
-            machine,
-            local_size,
-            threads=threads,
-            workers=settings.workers,
-            logical=settings.logical,
-            efficiency=settings.efficiency,
-            nodes=settings.nodes,
-        )
-    except UserError:
-        kept = f" with {counted(settings.workers, 'core')} kept for communication" if settings.workers else ""
-        note = f"OMP_NUM_THREADS={threads} is more than each process's share of this machine{kept}; the share is used instead"
-        return None, note
-    return threads, None
 
 
 def thread_variables(placement: Placement) -> dict[str, str]:
@@ -95,15 +79,15 @@ def thread_variables(placement: Placement) -> dict[str, str]:
 
 
 def bind(placement: Placement) -> list[str]:
-    """Applies a placement to this process and what it starts from now on; returns what was refused."""
+    """Applies a placement to this process and its future children; returns a message for each part that was refused."""
     refused = []
     try:
         os.sched_setaffinity(0, placement.cpus + placement.worker_cpus)
     except (OSError, AttributeError) as error:
-        refused.append(f"cores {ranges(placement.cpus)} could not be reserved: {error}")
+        refused.append(f"cores {format_cpu_list(placement.cpus)} could not be reserved: {error}")
     if placement.nodes and not _bind_memory(placement.nodes):
         refused.append(
-            f"memory could not be bound to NUMA node {ranges(placement.nodes)}; containers need CAP_SYS_NICE for it"
+            f"memory could not be bound to NUMA node {format_cpu_list(placement.nodes)}; containers need CAP_SYS_NICE for it"
         )
     return refused
 
@@ -118,14 +102,3 @@ def _bind_memory(nodes: tuple[int, ...]) -> bool:
         mask[node // 64] |= 1 << (node % 64)
     library = ctypes.CDLL(None, use_errno=True)
     return bool(library.syscall(number, _MPOL_BIND, ctypes.byref(mask), ctypes.c_ulong(words * 64 + 1)) == 0)
-
-
-def ranges(numbers: tuple[int, ...]) -> str:
-    """0-3,8: as taskset writes it."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)

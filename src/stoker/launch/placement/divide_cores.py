@@ -1,7 +1,7 @@
-"""Which cores, which memory and how many threads each process of a host gets: pure functions of `Machine`.
+"""Divides the cores, memory nodes and threads of a host over its processes: pure functions of `Machine`.
 
-Whole physical cores are divided over the processes; a process stays inside one NUMA node, or at least one socket,
-wherever the numbers allow. Setting it is the child's business (`stoker.launch.placement.binding`).
+Processes get whole physical cores, inside one NUMA node, or at least one socket, where the numbers allow it. Each process binds
+itself (`stoker.launch.placement.binding`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from stoker.english import counted
 from stoker.errors import UserError
 from stoker.machine import Core, Machine
-from stoker.numbers import whole_number
 
-__all__ = ["Placement", "parse_nodes", "place"]
-
-_LAST_NODE = 1023  # Linux is built for at most 2^10
+__all__ = ["Placement", "place"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +23,11 @@ class Placement:
 
     local_rank: int
     cpus: tuple[int, ...]
-    """Logical CPUs for computing; the affinity mask is these and the workers'."""
+    """Logical CPUs for computing; the affinity mask holds these and `worker_cpus`."""
     worker_cpus: tuple[int, ...]
-    """Logical CPUs left for communication workers."""
+    """Logical CPUs kept for communication workers."""
     nodes: tuple[int, ...]
-    """NUMA nodes its cores lie in; memory is bound to them. Empty: nothing to bind."""
+    """NUMA nodes of its cores, to which memory is bound. Empty: nothing to bind."""
     threads: int
 
 
@@ -65,22 +62,6 @@ def place(
     )
 
 
-def parse_nodes(text: str) -> tuple[int, ...]:
-    """`0,2-3` as ipexrun's --nodes-list takes it."""
-    found: list[int] = []
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        first, dash, last = part.partition("-")
-        begin, end = whole_number(first), whole_number(last if dash else first)
-        if begin is None or end is None or not 0 <= begin <= end:
-            raise UserError(f"--nodes-list {text!r}: {part!r} is neither a number nor a range such as 0-3")
-        if end > _LAST_NODE:
-            raise UserError(f"--nodes-list {text!r}: no machine has more than {_LAST_NODE + 1:,} NUMA nodes")
-        found += range(begin, end + 1)
-    if not found:
-        raise UserError(f"--nodes-list {text!r} names no NUMA node; write numbers and ranges, such as 0,2-3")
-    return tuple(dict.fromkeys(found))
-
-
 def _candidates(machine: Machine, efficiency: bool, nodes: Sequence[int] | None) -> list[Core]:
     cores = list(machine.usable_cores if efficiency else machine.fast_cores)
     if nodes is not None:
@@ -88,7 +69,7 @@ def _candidates(machine: Machine, efficiency: bool, nodes: Sequence[int] | None)
         for node in nodes:
             if node not in present:
                 raise UserError(
-                    f"--nodes-list names NUMA node {node}; this machine's usable nodes are {_listed(sorted(present))}"
+                    f"--nodes_list names NUMA node {node}; this machine's usable nodes are {_listed(sorted(present))}"
                 )
         cores = [core for core in cores if core.node in nodes]
     # Neighbours share caches; nodes and sockets stay together.
@@ -96,7 +77,7 @@ def _candidates(machine: Machine, efficiency: bool, nodes: Sequence[int] | None)
 
 
 def _budget(machine: Machine, cores: list[Core], logical: bool) -> int:
-    """Threads that can run at once: the cores, or what the container's quota allows of them."""
+    """Threads that can run at once: one per core, or as many as the container's quota allows."""
     places = sum(len(core.cpus) for core in cores) if logical else len(cores)
     return max(min(places, int(machine.quota)) if machine.quota is not None else places, 1)
 
@@ -122,7 +103,7 @@ def _refuse_oversubscription(
 
 
 def _shares(cores: list[Core], processes: int, cores_per_process: int | None, workers: int) -> list[list[Core]]:
-    """The cores of each process: divided by node where the processes fit evenly, else by socket, else in a row."""
+    """The cores of each process: divided by node if the processes fit evenly, else by socket, else consecutively."""
     if cores_per_process is not None:
         return _fixed(cores, processes, cores_per_process + workers)
     for key in (lambda core: (core.socket, core.node), lambda core: (core.socket, 0)):
@@ -145,7 +126,7 @@ def _shares(cores: list[Core], processes: int, cores_per_process: int | None, wo
 
 
 def _fixed(cores: list[Core], processes: int, size: int) -> list[list[Core]]:
-    """`size` cores for each, kept within a node while one has room for them."""
+    """`size` cores for each, within one node while there is room."""
     left = list(cores)
     shares = []
     for _ in range(processes):
@@ -167,7 +148,7 @@ def _seats(processes: int, sizes: list[int]) -> list[int] | None:
         seats[i] += 1
     if any(count == 0 or count > size for count, size in zip(seats, sizes, strict=True)):
         return None
-    # Unequal shares make every step wait for the slowest process; then a row of equal ones is better.
+    # With unequal shares every step waits for the slowest process; equal shares across domains are better.
     smallest = min(size // count for size, count in zip(sizes, seats, strict=True))
     return seats if smallest >= total // processes else None
 
@@ -185,7 +166,7 @@ def _placement(
     computing, kept = (share[:-workers], share[-workers:]) if 0 < workers < len(share) else (share, [])
     places = computing if logical else [dataclasses.replace(core, cpus=core.cpus[:1]) for core in computing]
     cpus = [cpu for core in places for cpu in core.cpus]
-    # Fewer threads than cores stay free to move among them: pinned to the first ones, two launches would share those.
+    # Fewer threads than cores may move among them: if pinned to the first ones, two launches would share those.
     count = threads or min(len(cpus), allowed)
     several_nodes = len([node for node in machine.nodes if node.memory != 0]) > 1
     nodes = tuple(sorted({core.node for core in computing})) if several_nodes else ()

@@ -1,4 +1,4 @@
-"""The hostfile: what each MPI writes in it, read into one form, checked, and written again for the MPI at hand."""
+"""The hostfile: reads the formats of all MPIs, checks it, and divides processes over its hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stoker.user_files import MIB, read_text
 
 __all__ = ["Host", "check", "parse", "read", "spread"]
 
-# A name that could be taken for an option, or that a shell could see something in, is not a host.
+# Names that a program could take for an option, or a shell could interpret, are refused.
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252})")
 _SIZE = 4 * MIB
 """Bytes; enough for 100,000 hosts."""
@@ -27,7 +27,7 @@ class Host:
     name: str
     """A name or an address, without brackets."""
     slots: int | None = None
-    """Processes it takes, if the file says so."""
+    """The number of processes it takes, if the file says so."""
     line: int = 0
 
 
@@ -73,7 +73,7 @@ def _is_address(text: str) -> bool:
         ipaddress.ip_address(text.split("%")[0])
     except ValueError:
         return False
-    # What follows the % names an interface, and reaches ssh and mpirun with the address.
+    # What follows the % names an interface, and is passed to ssh and mpirun with the address.
     return "%" not in text or _NAME.fullmatch(text.split("%", 1)[1]) is not None
 
 
@@ -85,18 +85,18 @@ def check(
     resolve: Callable[[str], tuple[str, ...]] = network.resolve,
     is_local: Callable[[str], bool] = network.is_local,
 ) -> list[str]:
-    """Raises for what cannot work; returns a sentence for what is only odd."""
+    """Raises for what cannot work; returns a note for what is only odd."""
     seen: dict[str, Host] = {}
     for host in hosts:
         if host.name in seen:
             raise UserError(
-                f"{where}, line {host.line}: {host.name} stands already in line {seen[host.name].line}; "
+                f"{where}, line {host.line}: {host.name} is already in line {seen[host.name].line}; "
                 f"name each host once, with slots={{number}} for several processes"
             )
         seen[host.name] = host
         if per_host is not None and host.slots is not None and host.slots < per_host:
             raise UserError(
-                f"{where}, line {host.line}: {host.name} has {host.slots} slots, and {per_host} processes per machine were "
+                f"{where}, line {host.line}: {host.name} has {host.slots} slots, but {per_host} processes per machine were "
                 f"asked for; raise slots or lower -ppn"
             )
     owners: dict[str, Host] = {}
@@ -115,7 +115,7 @@ def check(
                 )
             owners[address] = host
     if not any(is_local(host.name) for host in hosts):
-        return [f"{where} does not name this machine; it will only start the others"]
+        return [f"{where} does not name this machine, which will only start the others"]
     return []
 
 
@@ -134,6 +134,6 @@ def spread(hosts: Sequence[Host], processes: int | None, per_host: int | None) -
     if left:
         room = processes - left
         raise UserError(
-            f"{processes} processes were asked for, and the hosts take {room}; add hosts, slots or a higher -ppn"
+            f"{processes} processes were asked for, but the hosts take {room}; add hosts, slots or a higher -ppn"
         )
     return [(host, count) for host, count in counts if count]

@@ -1,5 +1,5 @@
-"""`--memory-allocator`: a library put in front of malloc by LD_PRELOAD. Stoker keeps memory mapped by itself
-(stoker.optimize), so that this is an option, not a need.
+"""`--memory-allocator`: replaces malloc by another library through LD_PRELOAD. This is optional: stoker.optimize keeps memory
+mapped by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMES = {"tcmalloc": ("libtcmalloc.so*", "libtcmalloc_minimal.so*"), "jemalloc"
 
 
 def find(name: str) -> str | None:
-    """The library of an allocator, in the places ipexrun looked in."""
+    """The library of an allocator, in the directories where ipexrun looked."""
     for place in _PLACES:
         where = place.format(prefix=glob.escape(sys.prefix), home=glob.escape(os.path.expanduser("~")))
         for pattern in _NAMES[name]:
@@ -31,7 +31,7 @@ def find(name: str) -> str | None:
 
 
 def preload(name: str, command: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Starts this process anew with the allocator in place; returns if there is nothing to do."""
+    """Restarts this process with the allocator loaded; returns if there is nothing to do."""
     if name == "default" or environment.get(_DONE) == name:
         return
     wanted = ("tcmalloc", "jemalloc") if name == "auto" else (name,)
@@ -41,7 +41,7 @@ def preload(name: str, command: Sequence[str], environment: Mapping[str, str] = 
             return
         package = "libtcmalloc-minimal4" if name == "tcmalloc" else "libjemalloc2"
         raise UserError(
-            f"--memory-allocator {name}: the library is not on this machine; install it (Debian: {package})"
+            f"--memory-allocator {name}: the library is not installed on this machine; install it (Debian: {package})"
         )
     before = environment.get("LD_PRELOAD", "")
     extended = {**environment, "LD_PRELOAD": ":".join(filter(None, [library, before])), _DONE: name}

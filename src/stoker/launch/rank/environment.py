@@ -1,8 +1,4 @@
-"""Who started this process, and as which rank: read from the variables that each launcher sets for its children.
-
-One small function per launcher; `discover` asks them in order. A launcher that runs inside another (mpirun in a Slurm
-allocation) comes first.
-"""
+"""Which launcher started this process, and as which rank: read from the variables that each launcher sets for its children."""
 
 from __future__ import annotations
 
@@ -21,27 +17,26 @@ class Rank:
     """This process's place among those that a launcher has started."""
 
     launcher: str
-    """torchrun, Intel MPI, MPICH, Open MPI, PMIx or Slurm."""
+    """torchrun, Intel MPI, MPICH, Open MPI, MVAPICH, PMI, PMIx or Slurm."""
     rank: int
     size: int
     local_rank: int
     local_size: int
     exchange: str
-    """How ranks can tell each other an address: pmi, pmix, names (the first host is known), or nothing."""
+    """How ranks can share an address: pmi, pmix, names (the first host is known), given (it is set), or nothing."""
 
 
 def discover(environment: Mapping[str, str]) -> Rank | None:
-    """The rank this process was given; None if nobody started it as one of several."""
-    for recognise in _RECOGNISERS:
-        rank = recognise(environment)
-        if rank is not None:
-            if not 0 <= rank.rank < rank.size or not 0 <= rank.local_rank < max(rank.local_size, 1):
-                raise UserError(
-                    f"{rank.launcher} says this is rank {rank.rank} of {rank.size}, {rank.local_rank} of "
-                    f"{rank.local_size} on this machine; these variables are left over from something else, unset them"
-                )
-            return rank
-    return None
+    """The rank this process was given; None if it was not started as one of several."""
+    rank = next(filter(None, (detect(environment) for detect in _DETECTORS)), None)
+    if rank is None:
+        return None
+    if not 0 <= rank.rank < rank.size or not 0 <= rank.local_rank < max(rank.local_size, 1):
+        raise UserError(
+            f"{rank.launcher} says this is rank {rank.rank} of {rank.size}, {rank.local_rank} of {rank.local_size} on this "
+            "machine; these variables are left over from something else, unset them"
+        )
+    return rank
 
 
 def _torchrun(environment: Mapping[str, str]) -> Rank | None:
@@ -55,27 +50,21 @@ def _hydra(environment: Mapping[str, str]) -> Rank | None:
     if "PMI_RANK" not in environment or "MPI_LOCALRANKID" not in environment:
         return None
     intel = any(key.startswith(("I_MPI_HYDRA", "I_MPI_INFO")) for key in environment)
-    exchange = "pmi" if "PMI_FD" in environment else "nothing"
-    name = "Intel MPI" if intel else "MPICH"
+    name, exchange = "Intel MPI" if intel else "MPICH", "pmi" if "PMI_FD" in environment else "nothing"
     return _read(environment, name, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", exchange)
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Rank | None:
-    if "OMPI_COMM_WORLD_RANK" not in environment:
-        return None
-    exchange = "pmix" if "PMIX_RANK" in environment else "nothing"
-    return _read(environment, "Open MPI", *_world("OMPI"), exchange)
+    return _world(environment, "Open MPI", "OMPI", "pmix" if "PMIX_RANK" in environment else "nothing")
 
 
 def _mvapich(environment: Mapping[str, str]) -> Rank | None:
-    if "MV2_COMM_WORLD_RANK" not in environment:
-        return None
-    return _read(environment, "MVAPICH", *_world("MV2"), "nothing")
+    return _world(environment, "MVAPICH", "MV2", "nothing")
 
 
-def _world(mpi: str) -> tuple[str, str, str, str]:
-    start = f"{mpi}_COMM_WORLD_"
-    return start + "RANK", start + "SIZE", start + "LOCAL_RANK", start + "LOCAL_SIZE"
+def _world(environment: Mapping[str, str], name: str, prefix: str, exchange: str) -> Rank | None:
+    variables = [f"{prefix}_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    return _read(environment, name, *variables, exchange) if variables[0] in environment else None
 
 
 def _slurm(environment: Mapping[str, str]) -> Rank | None:
@@ -91,46 +80,42 @@ def _slurm(environment: Mapping[str, str]) -> Rank | None:
         raise UserError(
             f"Slurm says this is node {node!r} of {len(counts)}; these variables are left over from something else, unset them"
         )
-    local = counts[number]
-    found = dict(environment, _LOCAL_SIZE=str(local))
+    found = dict(environment, _LOCAL_SIZE=str(counts[number]))
     return _read(found, "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "_LOCAL_SIZE", "names")
 
 
 def _pmi(environment: Mapping[str, str]) -> Rank | None:
     """Other process managers of the PMI family, which do not say which ranks share a machine."""
-    for rank, size, name, exchange in (
-        ("PMI_RANK", "PMI_SIZE", "PMI", "pmi" if "PMI_FD" in environment else "nothing"),
-        ("PMIX_RANK", "PMIX_SIZE", "PMIx", "pmix"),
+    for prefix, name, exchange in (
+        ("PMI", "PMI", "pmi" if "PMI_FD" in environment else "nothing"),
+        ("PMIX", "PMIx", "pmix"),
     ):
+        rank, size = f"{prefix}_RANK", f"{prefix}_SIZE"
         if rank in environment and size in environment:
             local = environment.get("MPI_LOCALRANKID") or environment.get("PMIX_LOCAL_RANK")
             count = environment.get("MPI_LOCALNRANKS") or environment.get("PMIX_LOCAL_SIZE")
             if local is None or count is None:
-                # All on one machine is what can be assumed; several machines need the launcher's own local rank.
+                # Assumes one machine; with several, the launcher must set the local rank.
                 local, count = environment[rank], environment[size]
             found = dict(environment, _LOCAL_RANK=local, _LOCAL_SIZE=count)
             return _read(found, name, rank, size, "_LOCAL_RANK", "_LOCAL_SIZE", exchange)
     return None
 
 
-_RECOGNISERS: tuple[Callable[[Mapping[str, str]], Rank | None], ...] = (
-    _torchrun,
-    _hydra,
-    _open_mpi,
-    _mvapich,
-    _slurm,
-    _pmi,
-)
+_DETECTORS: tuple[Callable[[Mapping[str, str]], Rank | None], ...] = (
+    _torchrun, _hydra, _open_mpi, _mvapich, _slurm, _pmi,
+)  # fmt: skip
+"""In this order: a launcher that runs inside another, such as mpirun in a Slurm allocation, comes first."""
 
 
-def _read(
-    environment: Mapping[str, str], launcher: str, rank: str, size: str, local: str, local_size: str, exchange: str
-) -> Rank:
+def _read(environment: Mapping[str, str], launcher: str, *variables: str) -> Rank:
+    """The rank in four variables; the last of `variables` is the exchange."""
+    *names, exchange = variables
     values = []
-    for name in (rank, size, local, local_size):
+    for name in names:
         text = environment.get(name)
-        if text is None and name == local_size:
-            text = "1" if environment.get(size) == "1" else environment.get(size, "1")
+        if text is None and name == names[-1]:  # without a local size, all ranks are on this machine
+            text = environment.get(names[1], "1")
         value = whole_number(text) if text is not None else None
         if value is None:
             raise UserError(

@@ -1,4 +1,4 @@
-"""How the ranks under an mpirun that is already running agree on rank 0's address: through the launcher's own store.
+"""How the ranks of a running mpirun agree on rank 0's address: through the launcher's own key-value store.
 
 Hydra (Intel MPI, MPICH) offers PMI version 1, lines of text over an inherited socket; Open MPI offers PMIx through its
 library. A later MPI_Init in the same process still works with both (tested), which is why PMI is left open until the end.
@@ -26,11 +26,11 @@ __all__ = ["Pmi", "agree", "pmi"]
 
 _KEY = "stoker-address"
 _PATIENCE = 120.0
-"""Seconds; a rank that never arrives must not hold the others for ever."""
+"""Seconds; a rank that never arrives must not block the others forever."""
 
 
 class Pmi:
-    """The PMI-1 conversation with Hydra's proxy: enough to share one value, and to end the job."""
+    """A PMI-1 connection to Hydra's proxy: enough to share one value, and to end the job."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=os.dup(descriptor))
@@ -40,14 +40,14 @@ class Pmi:
         self._name = self._ask("cmd=get_my_kvsname")["kvsname"]
 
     def share(self, rank: int, value: str) -> str:
-        """The value that rank 0 gives, on all ranks."""
+        """Returns rank 0's value on all ranks."""
         if rank == 0:
             self._ask(f"cmd=put kvsname={self._name} key={_KEY} value={value}")
         self._ask("cmd=barrier_in")
         return self._ask(f"cmd=get kvsname={self._name} key={_KEY}")["value"]
 
     def finish(self) -> None:
-        """Without this, Hydra takes a normal end for a crash. If MPI has been used and finished since, nobody listens."""
+        """Without this, Hydra takes a normal exit for a crash. After a later MPI_Finalize nobody answers any more."""
         with contextlib.suppress(OSError, UserError, KeyError):
             self._ask("cmd=finalize")
 
@@ -63,18 +63,20 @@ class Pmi:
                 received = self._socket.recv(4096)
             except TimeoutError:
                 raise UserError(
-                    f"mpirun has not answered for {_PATIENCE:g} s while the ranks were looking for each other: one of them "
-                    "has not come this far; look at its output, and whether it was started at all"
+                    f"mpirun has not answered for {_PATIENCE:g} s while the ranks were exchanging addresses: one of them has "
+                    "not reached this point; check its output, and whether it was started at all"
                 ) from None
             if not received:
-                raise UserError("mpirun closed its connection while the ranks were looking for each other")
+                raise UserError(
+                    "mpirun closed its connection while the ranks were exchanging addresses; see its output"
+                )
             self._rest += received
         answer, _, self._rest = self._rest.partition(b"\n")
         return dict(word.split("=", 1) for word in answer.decode("ascii", "replace").split() if "=" in word)
 
 
 _PMI: list[Pmi] = []
-"""Cache: the one conversation of this process, for the end of it."""
+"""Cache: the connection of this process, which is needed at its end."""
 
 
 def pmi() -> Pmi | None:
@@ -82,22 +84,22 @@ def pmi() -> Pmi | None:
 
 
 def agree(rank: Rank, environment: Mapping[str, str]) -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT for all ranks: what the person has set, else rank 0's own."""
+    """MASTER_ADDR and MASTER_PORT for all ranks: those that the user has set, else rank 0's own."""
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if port and not 0 <= (-1 if (number := whole_number(port)) is None else number) <= 65535:
         raise UserError(f"MASTER_PORT is {port!r}; it must be a port, 0 to 65535: correct it, or unset it")
-    conversation = None
+    connection = None
     if rank.exchange == "pmi":
-        conversation = Pmi(int(environment["PMI_FD"]))
-        _PMI[:] = [conversation]
-        atexit.register(conversation.finish)
+        connection = Pmi(int(environment["PMI_FD"]))
+        _PMI[:] = [connection]
+        atexit.register(connection.finish)
     if address and port:
         return address, int(port)
     if rank.size == rank.local_size and not address:
         address = "127.0.0.1"
     mine = f"{address or own_address(environment)}|{port or free_port()}" if rank.rank == 0 else ""
-    if conversation:
-        return _parse(conversation.share(rank.rank, mine))
+    if connection:
+        return _parse(connection.share(rank.rank, mine))
     if rank.exchange == "pmix":
         return _parse(_share_by_pmix(environment, mine))
     if rank.exchange == "names":
@@ -105,7 +107,7 @@ def agree(rank: Rank, environment: Mapping[str, str]) -> tuple[str, int]:
     if address:
         return address, int(port or 29500)
     raise UserError(
-        f"{rank.launcher} does not let its processes find each other; set MASTER_ADDR to the address of the first machine, "
+        f"{rank.launcher} cannot share an address between its processes; set MASTER_ADDR to the address of the first machine, "
         "for all of them (mpirun -genv MASTER_ADDR ..., or export it)"
     )
 
@@ -135,7 +137,7 @@ _STRING, _GLOBAL = 3, 3  # PMIX_STRING, PMIX_GLOBAL
 
 
 def _share_by_pmix(environment: Mapping[str, str], mine: str) -> str:
-    """In a child process, so that the library and its threads are gone before the script begins."""
+    """Uses a child process, so that the library and its threads are gone before the script starts."""
     library = _find_pmix(environment)
     reader, writer = os.pipe()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""One line after a script's traceback, for the failures that Stoker has an answer to and the script has not."""
+"""One line after a script's traceback, for failures that Stoker knows how to avoid."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _OFFLINE = (
 _HUB = ("huggingface_hub", "datasets", "evaluate", "requests", "httpx", "urllib3", "transformers")
 
 
-# What scripts raise when a file has not the columns they look for.
+# What scripts raise when a file lacks the columns they look for.
 _NO_SUCH_COLUMN = (KeyError, IndexError, ValueError, TypeError, AttributeError)
 
 
 def hints(error: BaseException, arguments: Sequence[str], script: str = "") -> list[str]:
-    """What can be done instead, if anything is known."""
+    """What can be done instead, if anything."""
     found = []
     chain = list(_chain(error))
     if any(_is_offline(one) for one in chain):
         found.append(
-            "the Hugging Face hub cannot be reached from here; give local folders and files, or use `stoker train qa` or "
+            "the Hugging Face hub cannot be reached; use local folders and files, or use `stoker train qa` or "
             "`stoker train classify`, whose metrics need no download"
         )
     missing = next((one.name for one in chain if isinstance(one, ModuleNotFoundError)), None)
     if missing in ("evaluate", "datasets"):
         found.append(
             f"the script needs the package {missing} (`pip install {missing}`); `stoker train qa` and `stoker train classify` "
-            "do without it"
+            "do not need it"
         )
     by_data = script != "stoker" and any(_is_about_data(one) for one in chain)  # `stoker train` reads nested files
     nested = next((word for word in arguments if by_data and _is_nested_squad(word)), None)
     if nested is not None:
         found.append(
-            f"{nested} is SQuAD in its official nested form; run_qa.py wants flat rows, `stoker train qa --train_file` reads both"
+            f"{nested} is SQuAD in its official nested form; run_qa.py needs flat rows, `stoker train qa --train_file` reads both"
         )
     return found
 
@@ -71,7 +71,7 @@ def _is_about_data(error: BaseException) -> bool:
 def _is_nested_squad(path: str) -> bool:
     if not path.endswith((".json", ".json.gz")):
         return False
-    if not os.path.isfile(path):  # opening a pipe might wait without end
+    if not os.path.isfile(path):  # opening a pipe might block forever
         return False
     with contextlib.suppress(OSError, EOFError, zlib.error):
         with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:

@@ -1,7 +1,7 @@
-"""Nothing stays behind after a launch: its temporary directory, and the processes that its ranks have started.
+"""Cleaning up after a launch: its temporary directory, and the processes that its ranks have started.
 
-A launch that fails or is interrupted ends what is left of it. One that was killed cannot, so its forwarders end its processes
-(`stoker.launch.rank.output`), and the next launch of the same user removes its directory.
+A launch that fails or is interrupted ends its remaining processes. One that was killed cannot, so its forwarders
+(`stoker.launch.rank.output`) end them, and the next launch of the same user removes its directory.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from pathlib import Path
 __all__ = ["JOB", "directory", "end", "exempt", "is_over", "processes_of", "remove_abandoned"]
 
 JOB = "STOKER_JOB"
-"""The variable by which everything that a launch has started is found. Processes pass it on to what they start."""
+"""The variable by which everything that a launch has started is found. Child processes inherit it."""
 _PREFIX = "stoker-launch-"
 _LOCK = "lock"
 _YOUNG = 3600.0
-"""Seconds for which a directory without a lock may belong to a launch that is just making it."""
+"""Seconds for which a directory without a lock may belong to a launch that is about to lock it."""
 _EXEMPT = "stoker-output"
 _PR_SET_NAME = 15  # linux/prctl.h
 
 
 @contextlib.contextmanager
 def directory(job: str) -> Iterator[Path]:
-    """A temporary directory for one launch. It is locked as long as the launch lives."""
+    """A temporary directory for one launch, locked while the launch runs."""
     remove_abandoned()
     made = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:
         with open(made / _LOCK, "xb", buffering=0) as lock:
-            with contextlib.suppress(OSError):  # on a file system without locks nothing is taken for abandoned either
+            with contextlib.suppress(OSError):  # without locks, no directory is taken for abandoned either
                 fcntl.flock(lock, fcntl.LOCK_EX)
             lock.write(job.encode())
             yield made
@@ -46,7 +46,7 @@ def directory(job: str) -> Iterator[Path]:
 
 
 def is_over(directory: Path) -> bool:
-    """Whether a launch has come to its end, and removed its directory."""
+    """Whether a launch has ended by itself and removed its directory."""
     return not (directory / _LOCK).exists()
 
 
@@ -65,12 +65,12 @@ def _remove_if_abandoned(path: Path) -> None:
     try:
         descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        # Killed before it had locked it; with anything in it, it is not a directory of ours.
+        # Killed before it could lock it; a directory with files in it is not ours.
         if time.time() - status.st_mtime > _YOUNG:
             path.rmdir()
         return
     with open(descriptor, "rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the launch lives
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the launch runs
         job = lock.read(64).decode("ascii", "replace")
         shutil.rmtree(path, ignore_errors=True)
     if len(job) >= 16 and job.isalnum():
@@ -78,7 +78,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def processes_of(job: str) -> list[int]:
-    """The ranks of a job, known by their command line, and whatever they have started; not those that forward their output."""
+    """The ranks of a job, found by their command line, and their children; not the forwarders of their output."""
     name, variable = job.encode(), f"{JOB}={job}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -95,7 +95,7 @@ def processes_of(job: str) -> list[int]:
 
 
 def end(job: str, grace: float = 3.0) -> list[int]:
-    """Ends the processes of a job on this machine, politely at first; returns those that were there."""
+    """Ends the processes of a job on this machine, with SIGTERM first; returns those that were running."""
     found = processes_of(job)
     for number in (signal.SIGTERM, signal.SIGKILL):
         left = processes_of(job)
@@ -109,6 +109,6 @@ def end(job: str, grace: float = 3.0) -> list[int]:
 
 
 def exempt() -> None:
-    """Marks this process as one that ends by itself once the others have."""
+    """Excludes this process from `end`: it ends by itself after the others."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_NAME, _EXEMPT.encode())

@@ -1,7 +1,7 @@
 """The output of one rank: a prefix before each line, a copy in the rank's file, progress bars of rank 0 only.
 
-A small process of its own reads the rank's pipes, so that nothing is lost when the rank crashes. It ends when the rank
-has ended; it is no child of the rank, which must be free to wait for all of its children.
+A separate small process reads the rank's pipes, so that nothing is lost when the rank crashes. It ends after the rank; it is
+not a child of the rank, which must be free to wait for all of its children.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NoReturn, cast
 
 from stoker import streams
 from stoker.launch.rank import leftovers
@@ -26,7 +26,7 @@ _PATIENCE = 2.0  # after the rank's end, for what its own children still write
 
 
 class Lines:
-    """Cuts a stream into what goes to the screen: whole lines with a prefix; progress only if `progress` is wanted."""
+    """Turns a stream into what the screen shows: whole lines with a prefix, and progress bars only if `progress`."""
 
     def __init__(self, prefix: bytes, progress: bool) -> None:
         self._prefix = prefix
@@ -53,7 +53,7 @@ class Lines:
         return b"".join(shown)
 
     def pause(self) -> bytes:
-        """What can be shown when nothing more comes for a while: a progress bar that waits for its next state."""
+        """What can be shown when no more data arrives for a while: an unfinished progress bar."""
         if self._bar and self._progress and self._rest and not self._rest.endswith(b"\r"):
             shown, self._rest = b"\r" + self._rest, b""
             return shown
@@ -72,10 +72,9 @@ class Lines:
 
 
 def attach(prefix: str, log: Path | None, *, progress: bool, fresh: bool = True, busy: Path | None = None) -> int:
-    """From now on, what this process writes goes through the forwarder. `busy` is a file that exists while it works.
+    """Redirects this process's output through a forwarder. `busy` is a file that exists while the forwarder works.
 
-    Returns a descriptor of the error stream as it was, past the forwarder. `speaking.3` is followed by `ended.3`, made
-    when the rank has ended.
+    Returns a descriptor of the original error stream. Beside `speaking.3`, the forwarder makes `ended.3` when rank 3 ends.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -89,7 +88,7 @@ def attach(prefix: str, log: Path | None, *, progress: bool, fresh: bool = True,
     child = os.fork()
     if child == 0:
         if os.fork() == 0:
-            _forward(out, err, rank, launcher, file, prefix.encode(), progress, busy)
+            _Forwarder(rank, launcher, file, prefix.encode(), progress, busy).run(out, err)
         os._exit(0)
     os.waitpid(child, 0)
     before = os.dup(2)
@@ -104,34 +103,71 @@ def attach(prefix: str, log: Path | None, *, progress: bool, fresh: bool = True,
     return before
 
 
-def _forward(
-    out: tuple[int, int],
-    err: tuple[int, int],
-    rank: int,
-    launcher: int,
-    file: BinaryIO | None,
-    prefix: bytes,
-    progress: bool,
-    busy: Path | None,
-) -> None:
-    try:
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
-            signal.signal(name, signal.SIG_IGN)
-        for descriptor in (out[1], err[1]):
-            os.close(descriptor)
-        with contextlib.suppress(OSError):
-            os.setpgid(0, 0)  # a kill of the rank's process group must not cut off its last words
-        leftovers.exempt()
-        end, above = _watched(rank), _watched(launcher)
-        _pump({out[0]: 1, err[0]: 2}, end, above, file, prefix, progress, busy)
-        if busy is not None:
+class _Forwarder:
+    """The process that reads the rank's pipes and writes to the screen and the log file."""
+
+    def __init__(
+        self, rank: int, launcher: int, file: BinaryIO | None, prefix: bytes, progress: bool, busy: Path | None
+    ) -> None:
+        self._rank_end, self._launcher_end = _watched(rank), _watched(launcher)
+        self._file, self._prefix, self._progress, self._busy = file, prefix, progress, busy
+
+    def run(self, out: tuple[int, int], err: tuple[int, int]) -> NoReturn:
+        try:
+            for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
+                signal.signal(name, signal.SIG_IGN)
+            for descriptor in (out[1], err[1]):
+                os.close(descriptor)
             with contextlib.suppress(OSError):
-                busy.unlink()
-        # A launcher's end takes its ranks along a moment before it can be seen.
-        if above is not None and select.select([above], [], [], 0.3)[0]:
-            _end_orphans(busy)
-    finally:
-        os._exit(0)
+                os.setpgid(0, 0)  # a kill of the rank's process group must not cut off its last output
+            leftovers.exempt()
+            self._pump({out[0]: 1, err[0]: 2})
+            if self._busy is not None:
+                with contextlib.suppress(OSError):
+                    self._busy.unlink()
+            # A launcher's end takes its ranks along a moment before it can be seen.
+            if self._launcher_end is not None and select.select([self._launcher_end], [], [], 0.3)[0]:
+                self._end_orphans()
+        finally:
+            os._exit(0)
+
+    def _end_orphans(self) -> None:
+        """The launcher has ended. If it was killed, it could not end what the rank had started."""
+        job = os.environ.get(leftovers.JOB)
+        if job and self._busy is not None and not leftovers.is_over(self._busy.parent):
+            leftovers.end(job)
+
+    def _pump(self, sources: dict[int, int]) -> None:
+        lines = {source: Lines(self._prefix, self._progress) for source in sources}
+        screens = _screens(self._busy)
+        end, above = self._rank_end, self._launcher_end
+        ended: float | None = None
+        while sources:
+            watched = [*sources, end] if ended is None and end is not None else list(sources)
+            ready = select.select(watched, [], [], _IDLE)[0]
+            if ended is not None and above is not None and select.select([above], [], [], 0)[0]:
+                self._end_orphans()
+                above = None
+            if end in ready:
+                ended = time.monotonic()
+                if self._busy is not None:
+                    with contextlib.suppress(OSError):
+                        self._busy.with_stem("ended").touch()
+            for source in list(sources):
+                if source not in ready:
+                    _show(sources[source], lines[source].pause(), screens)
+                    continue
+                data = os.read(source, 65536)
+                if self._file is not None and data:
+                    with contextlib.suppress(OSError):  # a full disk must not end the training
+                        self._file.write(data)
+                _show(sources[source], lines[source].feed(data) if data else lines[source].end(), screens)
+                if not data:
+                    del sources[source]
+            if ended is not None and not ready and time.monotonic() - ended > _PATIENCE:
+                break  # something the rank started holds the pipe and writes nothing
+        for source, target in sources.items():
+            _show(target, lines[source].end(), screens)
 
 
 def _watched(process: int) -> int | None:
@@ -141,55 +177,8 @@ def _watched(process: int) -> int | None:
     return None
 
 
-def _end_orphans(busy: Path | None) -> None:
-    """The launcher has ended. If it was killed, it could not end what the rank had started."""
-    job = os.environ.get(leftovers.JOB)
-    if job and busy is not None and not leftovers.is_over(busy.parent):
-        leftovers.end(job)
-
-
-def _pump(
-    sources: dict[int, int],
-    end: int | None,
-    above: int | None,
-    file: BinaryIO | None,
-    prefix: bytes,
-    progress: bool,
-    busy: Path | None,
-) -> None:
-    lines = {source: Lines(prefix, progress) for source in sources}
-    screens = _screens(busy)
-    ended: float | None = None
-    while sources:
-        watched = [*sources, end] if ended is None and end is not None else list(sources)
-        ready = select.select(watched, [], [], _IDLE)[0]
-        if ended is not None and above is not None and select.select([above], [], [], 0)[0]:
-            _end_orphans(busy)
-            above = None
-        if end in ready:
-            ended = time.monotonic()
-            if busy is not None:
-                with contextlib.suppress(OSError):
-                    busy.with_stem("ended").touch()
-        for source in list(sources):
-            if source not in ready:
-                _show(sources[source], lines[source].pause(), screens)
-                continue
-            data = os.read(source, 65536)
-            if file is not None and data:
-                with contextlib.suppress(OSError):  # a full disk must not end the training
-                    file.write(data)
-            _show(sources[source], lines[source].feed(data) if data else lines[source].end(), screens)
-            if not data:
-                del sources[source]
-        if ended is not None and not ready and time.monotonic() - ended > _PATIENCE:
-            break  # something the rank started holds the pipe and says nothing
-    for source, target in sources.items():
-        _show(target, lines[source].end(), screens)
-
-
 def _screens(busy: Path | None) -> dict[int, ProgressLine]:
-    """The progress bar on the screen of either stream; it is rank 0's, and the lines of all ranks go around it."""
+    """The state of rank 0's progress bar on either stream, which lines of all ranks must not be appended to."""
     found = {}
     for target in (1, 2):
         try:
