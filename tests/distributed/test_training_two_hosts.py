@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rig import Rig
+from rig import Rig, warm
 
 PROGRAM = str(Path(__file__).with_name("two_hosts_training.py"))
 
@@ -19,7 +18,7 @@ PROGRAM = str(Path(__file__).with_name("two_hosts_training.py"))
 @pytest.mark.netns
 def test_four_processes_on_two_hosts_give_the_weights_of_one(tmp_path: Path) -> None:
     alone = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}
-    subprocess.run([sys.executable, PROGRAM, str(tmp_path), "gloo"], env=alone, check=True, timeout=120)
+    warm.run([sys.executable, PROGRAM, str(tmp_path), "gloo"], env=alone, check=True, timeout=120)
     expected = np.load(tmp_path / "weights1.npy")
     with Rig(2) as rig:
         for number, backend in enumerate(("ccl", "gloo")):
