@@ -1,7 +1,7 @@
-"""yaml and JSON that people hand in, parsed within limits: the one place where Stoker parses yaml.
+"""Parses yaml and JSON from users, within limits. This is the only place where Stoker parses yaml.
 
-In yaml an alias (`*name`) repeats what an anchor (`&name`) marks, so that forty lines can stand for 2^40 values. Values are
-counted as if every alias were written out, while the document is read and before anything is made of it.
+In yaml an alias (`*name`) repeats what an anchor (`&name`) marks, so forty lines can stand for 2^40 values. Values are counted as
+if every alias were expanded, while the document is read and before any object is built.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["BadDocument", "parse_json", "parse_yaml"]
 
 _DEPTH = 32
 _VALUES = 10_000
-"""accelerate's own files hold about twenty values in three levels."""
+"""accelerate's own files have about twenty values in three levels."""
 _CHARACTERS_OF_A_VALUE = 100
 """A longer text counts as several values."""
 
 
 class BadDocument(Exception):
-    """What is wrong with a document, in one line."""
+    """A document that cannot be used; the message is one line."""
 
 
 def parse_yaml(text: str) -> Any:
-    """What a yaml document holds: texts, numbers, dates, lists and mappings."""
+    """The content of a yaml document: texts, numbers, dates, lists and mappings."""
     try:
         loader = _Loader(text)
         try:
@@ -37,14 +37,14 @@ def parse_yaml(text: str) -> Any:
         finally:
             loader.dispose()
         _check(found)
-    # PyYAML raises whatever comes of a tag that does not fit its value, such as `!!timestamp soon`.
+    # PyYAML raises all of these for a tag that does not fit its value, such as `!!timestamp soon`.
     except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
         raise BadDocument(_reason(error)) from None
     return found
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON document holds."""
+    """The content of a JSON document."""
     try:
         found = json.loads(text)
         _check(found)
@@ -56,7 +56,7 @@ def parse_json(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Counts values and levels, those behind aliases included, and stops at the limits."""
+    """Counts values and levels, with aliases expanded, and stops at the limits."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -74,7 +74,7 @@ class _Loader(yaml.SafeLoader):
         height = self._open.pop() + 1
         if is_alias:
             if id(node) not in self._known:
-                raise yaml.composer.ComposerError(None, None, "an alias stands inside of what it repeats", mark)
+                raise yaml.composer.ComposerError(None, None, "an alias is inside what it repeats", mark)
             size, height = self._known[id(node)]
             self._count += size
         else:
@@ -82,7 +82,7 @@ class _Loader(yaml.SafeLoader):
             self._count += 1 + len(value) // _CHARACTERS_OF_A_VALUE
             self._known[id(node)] = (self._count - before, height)
         if self._count > _VALUES:
-            raise yaml.composer.ComposerError(None, None, f"it holds more than {_VALUES:,} values", mark)
+            raise yaml.composer.ComposerError(None, None, f"it contains more than {_VALUES:,} values", mark)
         self._limit_depth(height, mark)
         if self._open:
             self._open[-1] = max(self._open[-1], height)
@@ -94,7 +94,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check(value: Any, depth: int = 1) -> None:
-    """Raises ValueError for what cannot be written down again, or cannot be meant."""
+    """Raises ValueError for values that cannot be written again or make no sense."""
     if depth > _DEPTH:
         raise ValueError(f"it is nested deeper than {_DEPTH} levels")
     if isinstance(value, dict):
@@ -108,13 +108,13 @@ def _check(value: Any, depth: int = 1) -> None:
         pass
     elif isinstance(value, int):
         if value.bit_length() > 63:
-            raise ValueError("it holds a whole number of more than 18 digits")
+            raise ValueError("it contains a whole number of more than 18 digits")
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"it holds {value}, which is not a number")
+            raise ValueError(f"it contains {value}, which is not a number")
     elif not isinstance(value, str):
         raise ValueError(
-            f"it holds {with_article(type(value).__name__)}, which is neither text, number, list nor mapping"
+            f"it contains {with_article(type(value).__name__)}, which is neither text, number, list nor mapping"
         )
 
 

@@ -49,7 +49,7 @@ def test_a_folder_that_is_not_the_demos_is_not_touched(
         assert "is not empty and was not created by a demo" in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "precious"
     assert main(["demo", "--model", str(bert), "--output_dir", str(tmp_path / name)]) == 2
-    assert f"--output_dir {tmp_path / name} is no folder that can be used: Not a directory" in capsys.readouterr().err
+    assert f"--output_dir {tmp_path / name} cannot be used: Not a directory" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_loaded_leaves_the_folder_unchanged(

@@ -90,5 +90,5 @@ def test_a_failed_upload_is_reported_and_the_model_is_kept(hub: FakeHub, files: 
     done = train(files, tmp_path / "out", hub.address)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert f"`hf upload somebody/out {tmp_path / 'out'}` sends it" in done.stderr
+    assert f"upload it with `hf upload somebody/out {tmp_path / 'out'}`" in done.stderr
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 1000

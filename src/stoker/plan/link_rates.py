@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 from stoker import __version__
 from stoker.english import counted
 from stoker.errors import UserError
-from stoker.machine import cache_directory, this_machine
+from stoker.machine import cache_directory, network, this_machine
 from stoker.plan.cost_model import Collectives, Node
 from stoker.plan.subject import Subject
 
@@ -108,9 +107,7 @@ def _cached(name: str, asked: dict[str, Any], measure: Callable[[], dict[str, fl
 
 
 def _run(what: str, shares: list[list[int]], backend: str, **more: Any) -> list[dict[str, float]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = network.free_port("127.0.0.1")
     processes = []
     for rank, cpus in enumerate(shares):
         request = {
