@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 __all__ = [
     "Optimized",
     "Settings",
+    "accepts_keywords",
     "cached",
     "child",
     "is_exporting",
@@ -153,6 +154,13 @@ def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 @cached
 def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(stock_class(cls).forward).parameters)[1:]
+
+
+@cached
+def accepts_keywords(cls: type[nn.Module]) -> bool:
+    """Whether the stock forward takes keyword arguments that it does not name."""
+    parameters = inspect.signature(stock_class(cls).forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def child(module: nn.Module, path: str) -> Any:

@@ -20,13 +20,13 @@ from stoker.kernels.norm import dropout_add_layer_norm, layer_norm
 from stoker.model.class_swap import Optimized, child, named, plain, stock_wanted
 from stoker.model.families import Family, transformers_major
 from stoker.model.leaf_modules import activation_kind
-from stoker.model.sequences import Sequences, current, recomputed, remember
+from stoker.model.sequences import Sequences, ambient, attach
 
 __all__ = ["FusedEmbeddings", "FusedLayer", "RelativeBias"]
 
 
 class FusedLayer(Optimized):
-    """Override of one transformer layer. Outside of a door it is the stock layer."""
+    """Override of one transformer layer. It runs as stock does unless a padding-free base model calls it."""
 
     stoker_part = "fused layer"
 
@@ -35,15 +35,15 @@ class FusedLayer(Optimized):
         return _Parts(self, self.stoker_row, self.stoker_settings.fuse).called()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # As an argument, because activation checkpointing runs the layer again when the door has long been left.
-        hidden = args[0] if args else next(iter(kwargs.values()), None)
-        if (sequences := current()) is not None:
-            remember(hidden, sequences)
-            return super().__call__(*args, stoker_sequences=sequences, **kwargs)
-        if (sequences := recomputed(hidden)) is None:
+        if "stoker_sequences" in kwargs:
             return super().__call__(*args, **kwargs)
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        if (sequences := ambient(hidden)) is None:
+            return super().__call__(*args, **kwargs)
+        # as an argument, so that the layer's own activation checkpointing keeps it
         output = super().__call__(*args, stoker_sequences=sequences, **kwargs)
-        remember(output[0] if isinstance(output, tuple) else output, sequences)  # for the layer after this one
+        attach(hidden, sequences)
+        attach(output[0] if isinstance(output, tuple) else output, sequences)
         return output
 
     def forward(self, *args: Any, stoker_sequences: Sequences | None = None, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ def _attend(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]
 def _attention_dropout(m: _Parts) -> float:
     row = m.row
     if row.attention_dropout_called:
-        return m.probability(row.attention_dropout) or 0.0  # the door admits nothing whose probability is not known
+        return m.probability(row.attention_dropout) or 0.0  # PaddingFreeModel has checked that it can be read
     p = child(m.layer, row.attention_dropout)
     return getattr(p, "p", p) if m.layer.training else 0.0
 
@@ -300,6 +300,6 @@ class RelativeBias(Optimized):
 
     def compute_position_bias(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
-        if (sequences := current() or recomputed(x)) is None:
+        if (sequences := ambient(x)) is None:
             return stock.compute_position_bias(x, *args, **kwargs)
         return stock.compute_position_bias(x.new_empty(1, sequences.longest, 0), *args, **kwargs)

@@ -21,7 +21,7 @@ from stoker.kernels.loss import linear_cross_entropy
 from stoker.model.class_swap import Optimized, child, named, plain, stock_wanted, unhooked
 from stoker.model.families import Family, MaskedLM
 from stoker.model.leaf_modules import activation_kind
-from stoker.model.sequences import watched, watching
+from stoker.model.sequences import HeadCall, running, seen_by_head
 
 __all__ = ["MaskedLMModel", "QuestionAnsweringModel", "SpanLogits"]
 
@@ -38,7 +38,7 @@ class QuestionAnsweringModel(Optimized):
     stoker_model = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with watched():
+        with running(HeadCall()):
             return super().forward(*args, **kwargs)
 
 
@@ -49,7 +49,7 @@ class SpanLogits(Optimized):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         logits = super().forward(*args, **kwargs)
-        sequences = watching()
+        sequences = seen_by_head()
         if sequences is None or sequences.mask is None:
             return logits
         return logits.masked_fill(~sequences.mask.unsqueeze(-1), NEVER)

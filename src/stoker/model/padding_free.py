@@ -17,10 +17,19 @@ from torch import Tensor, nn
 
 from stoker.english import with_article
 from stoker.model import precision
-from stoker.model.class_swap import Optimized, child, named, plain, stock_class, stock_wanted, unhooked
+from stoker.model.class_swap import (
+    Optimized,
+    accepts_keywords,
+    child,
+    named,
+    plain,
+    stock_class,
+    stock_wanted,
+    unhooked,
+)
 from stoker.model.families import Family, find, transformers_major
 from stoker.model.padding_warnings import warn_if_padding_counts, warn_of_zeros
-from stoker.model.sequences import Sequences, count, read_mask, serving
+from stoker.model.sequences import Sequences, count, read_mask, running
 
 __all__ = ["PaddingFreeModel", "always_stock", "stock_calls"]
 
@@ -56,9 +65,12 @@ class PaddingFreeModel(Optimized):
             return super().forward(*args, **kwargs)
         count(sequences.batch * sequences.length, sequences.tokens)
         return_dict = call.pop("return_dict", getattr(self.config, "return_dict", True))
-        # Precision inside is the door's business: layers cast for themselves, and what is left is small.
-        with serving(sequences), torch.autocast("cpu", enabled=False):
-            output = super().forward(**self._packed(call, sequences), return_dict=True)
+        packed = self._packed(call, sequences)
+        if accepts_keywords(type(self)):
+            packed["stoker_sequences"] = sequences
+        # No autocast inside: layers cast for themselves, and what is left is small.
+        with running(sequences), torch.autocast("cpu", enabled=False):
+            output = super().forward(**packed, return_dict=True)
             return self._unpacked(output, sequences, return_dict)
 
     def _with_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,21 @@
-"""A padded batch seen as sequences of real tokens: which rows of the flattened batch are real, and where each sequence ends.
+"""The sequences of a padded batch: which positions hold real tokens, and where each sequence starts and ends.
 
-Made once per call at the base model's door; layers read the cumulative lengths from it, heads the mask. Packing takes the
-real rows out of (batch, length, ...), unpacking lays packed rows out again.
+A base model makes one `Sequences` per call. `pack` takes the real tokens out of (batch, length, ...), `unpack` lays them out
+again; layers read the cumulative lengths, the question-answering head reads the mask.
+
+Layers receive it as the keyword argument `stoker_sequences`. transformers 5 passes unknown keyword arguments from the base
+model to the layers (BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT, ModernBERT), and activation
+checkpointing keeps them among the arguments of whatever it recomputes.
+
+There is one fallback, `ambient`: the context of the base model's call. It serves those that do not receive the keyword:
+
+- RemBERT and MPNet, whose base models drop keyword arguments, and every family in transformers 4;
+- encoders and wrappers that users put between a base model and its layers, if they drop keyword arguments;
+- functions that are called with hidden states only: MPNet's `compute_position_bias` and the span logits of a
+  question-answering head.
+
+A checkpoint around such a layer or encoder recomputes it during the backward pass, when that context is gone. For this case
+`attach` leaves the sequences on the storage of the hidden states, which the checkpoint keeps.
 """
 
 from __future__ import annotations
@@ -10,8 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,17 +31,16 @@ from torch import Tensor
 from stoker.model.class_swap import is_exporting
 
 __all__ = [
+    "HeadCall",
     "Positions",
     "Sequences",
+    "ambient",
+    "attach",
     "count",
     "counting",
-    "current",
     "read_mask",
-    "recomputed",
-    "remember",
-    "serving",
-    "watched",
-    "watching",
+    "running",
+    "seen_by_head",
 ]
 
 
@@ -141,69 +152,58 @@ def _cumulative(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-# What the modules inside a base model see of the call they are part of. Context variables, because several threads may run
-# a model at once; layers take the value into their arguments, because activation checkpointing calls them again later.
-_SERVING: ContextVar[Sequences | None] = ContextVar("stoker_serving", default=None)
-_WATCHED: ContextVar[list[Sequences] | None] = ContextVar("stoker_watched", default=None)
+@dataclass
+class HeadCall:
+    """A call of a model whose head needs the sequences of the base model inside it."""
+
+    sequences: Sequences | None = None
+    """Those of the last padding-free call of a base model."""
 
 
-def current() -> Sequences | None:
-    """The sequences of the base model call that is running, None outside of one."""
-    # an exported model is the stock model, and torch.export cannot read context variables
-    return None if is_exporting() else _SERVING.get()
+# A context variable, because several threads may run the same model at once.
+_RUNNING: ContextVar[Sequences | HeadCall | None] = ContextVar("stoker_running", default=None)
 
 
-_PACKED: WeakValueDictionary[int, Sequences] = WeakValueDictionary()
-"""Cache of the sequences of packed rows that a layer was given, by the storage of the rows."""
-
-
-def remember(x: Any, sequences: Sequences) -> None:
-    """Lets `recomputed` know `x` (1, tokens, width) for what it is.
-
-    Whoever wraps a layer or a whole encoder in torch's checkpoint keeps this tensor until backward, and gives it, or an alias
-    of it, to the layer again when the door has long been left.
-    """
-    x.stoker_sequences = sequences  # lives as long as the tensor
-    _PACKED[x.untyped_storage()._cdata] = sequences
-
-
-def recomputed(x: Any) -> Sequences | None:
-    """The sequences of `x` if these are packed rows that are run through again in the midst of a backward pass."""
-    # Only there, because a storage's address is given out again when it is freed; a checkpoint's is not freed yet.
-    if is_exporting() or not _PACKED or torch._C._current_graph_task_id() == -1:
-        return None
+@contextmanager
+def running(call: Sequences | HeadCall) -> Iterator[None]:
+    """Makes `call` the ambient one within this block. A head's call receives the sequences of base models inside it."""
+    outer = _RUNNING.get()
+    token = _RUNNING.set(call)
     try:
-        found = _PACKED.get(x.untyped_storage()._cdata)
+        yield
+    finally:
+        _RUNNING.reset(token)
+    if isinstance(call, Sequences) and isinstance(outer, HeadCall):
+        outer.sequences = call
+
+
+def ambient(hidden: Tensor) -> Sequences | None:
+    """The sequences of `hidden` (1, tokens, width), for a caller that did not receive them; None outside of a base model."""
+    if is_exporting():  # an exported model is the stock model, and torch.export cannot read context variables
+        return None
+    call = _RUNNING.get()
+    if torch._C._current_graph_task_id() != -1:  # a backward pass, so this may be a recomputation
+        call = _attached(hidden) or call
+    return call if isinstance(call, Sequences) else None
+
+
+def attach(hidden: Tensor, sequences: Sequences) -> None:
+    """Lets `ambient` recognise `hidden`, or an alias of it, when a checkpoint recomputes from it."""
+    hidden.untyped_storage().stoker_sequences = sequences  # type: ignore[attr-defined]
+
+
+def _attached(hidden: Tensor) -> Sequences | None:
+    try:
+        found: Sequences | None = getattr(hidden.untyped_storage(), "stoker_sequences", None)
     except NotImplementedError:  # a tensor of torch.func, which has no storage
         return None
-    return found if found is not None and tuple(x.shape[:2]) == (1, found.tokens) else None
+    return found if found is not None and tuple(hidden.shape[:2]) == (1, found.tokens) else None
 
 
-@contextmanager
-def serving(sequences: Sequences) -> Iterator[None]:
-    """Runs a base model's layers on `sequences`, and shows them to a head that watches."""
-    token = _SERVING.set(sequences)
-    try:
-        yield
-    finally:
-        _SERVING.reset(token)
-    if (seen := _WATCHED.get()) is not None:
-        seen[:] = [sequences]
-
-
-@contextmanager
-def watched() -> Iterator[None]:
-    """Within this block, `watching` gives the sequences of the last base model call."""
-    token = _WATCHED.set([])
-    try:
-        yield
-    finally:
-        _WATCHED.reset(token)
-
-
-def watching() -> Sequences | None:
-    seen = None if is_exporting() else _WATCHED.get()
-    return seen[0] if seen else None
+def seen_by_head() -> Sequences | None:
+    """The sequences of the base model that ran inside this head's call; None if it ran as stock does."""
+    call = None if is_exporting() else _RUNNING.get()
+    return call.sequences if isinstance(call, HeadCall) else None
 
 
 @dataclass
