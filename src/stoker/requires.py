@@ -82,7 +82,6 @@ PARTS: dict[str, Part] = {
             "torch._C:_len_torch_dispatch_stack",
             "torch.autograd.forward_ad:_current_level",
             "torch.fx._symbolic_trace:_is_fx_tracing_flag",
-            "torch:UntypedStorage._cdata",
             "torch.nn:Module.__init__{_modules, _parameters, _forward_hooks, _forward_pre_hooks, _backward_hooks, "
             "_backward_pre_hooks}",
         ),

@@ -58,7 +58,7 @@ def test_the_trainer_computes_in_bf16_only_with_the_flag(tree_path: Path, bf16: 
     ],
 )
 def test_the_trainer_keeps_the_precision_that_a_script_passed_to_optimize(
-    tree_path: Path, dtype: precision.Asked, bf16: bool, expected: torch.dtype
+    tree_path: Path, dtype: precision.DtypeOption, bf16: bool, expected: torch.dtype
 ) -> None:
     model = stoker.optimize(tiny.tiny_model(), dtype=dtype)
     trainer = tiny.trainer(tree_path, model=model, max_steps=1, save_strategy="no", bf16=bf16)

@@ -1,4 +1,4 @@
-"""Leaves take even the smallest input, and one thread is enough: the models of these tests are tiny."""
+"""Leaf modules use their kernels for the smallest inputs too, and one thread is enough: the models of these tests are tiny."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _small_inputs_count(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Tiny tensors gain nothing from a second thread, and lose much where other processes hold the cores."""
+    """Tiny tensors gain nothing from a second thread, and lose much if other processes use the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Ten steps of MiniLM on invented questions: a short form of benchmarks/convergence.py whose curves are kept.
+"""Ten steps of MiniLM on invented questions: a short form of benchmarks/convergence.py with stored curves.
 
 python tests/model/reference_curve.py    writes tests/model/reference_curve.json anew; say in the commit why a curve changed
 """
@@ -25,7 +25,7 @@ def pretrained() -> str | None:
 
 
 def losses(side: str) -> list[float]:
-    """The loss of each step. Dropout is off, so all sides walk the same path."""
+    """The loss of each step. Dropout is off, so that all sides are comparable."""
     from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
     import stoker

@@ -50,7 +50,7 @@ def test_gradients_that_are_small_enough_are_not_touched() -> None:
     assert [parameter.grad._version for parameter in parameters] == before
 
 
-def test_what_is_not_finite_spreads_as_it_does_with_torch() -> None:
+def test_nan_and_infinite_gradients_give_what_torch_gives() -> None:
     for bad in (float("nan"), float("inf")):
         ours, theirs = _parameters(), _parameters()
         for made, clip in ((ours, clip_grad_norm_), (theirs, nn.utils.clip_grad_norm_)):
@@ -69,7 +69,7 @@ def _transposed(parameter: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("change", [None, _transposed])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0])
-def test_what_the_kernel_does_not_know_goes_to_torch(change: Any, norm_type: float) -> None:
+def test_gradients_that_the_kernel_does_not_support_are_clipped_by_torch(change: Any, norm_type: float) -> None:
     dtype = torch.bfloat16 if change is None else torch.float32
     ours, theirs = _parameters(dtype), _parameters(dtype)
     if change is not None:

@@ -1,4 +1,4 @@
-"""Parts that others put into a model, or wrap around its parts: mathematics stay stock's, at full speed or without it."""
+"""Foreign modules inside a model, or around its parts: results stay those of stock, padding-free or not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD = "SequenceClassification"
 
 
 def _same_as_stock(stock: nn.Module, model: nn.Module, family: str = "Bert", tolerance: float = 1e-3) -> None:
-    """Loss and gradients of a padded batch, where stock counts no padding."""
+    """Loss and gradients of a padded batch with a head that ignores padding."""
     full = tiny.batch(family, HEAD)
     losses = []
     for one in (stock, model):
@@ -52,7 +52,7 @@ class _Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("family", ["Bert", "MPNet", "ModernBert"])
-def test_a_checkpoint_around_each_layer_computes_the_same_sequences_again(family: str, reentrant: bool) -> None:
+def test_a_checkpoint_around_each_layer_recomputes_the_same_sequences(family: str, reentrant: bool) -> None:
     stock = tiny.model(family, HEAD)
     model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     base = _base(model)
@@ -62,7 +62,7 @@ def test_a_checkpoint_around_each_layer_computes_the_same_sequences_again(family
         if family == "ModernBert":
             layers[index].attention_type = layer.attention_type
     full = tiny.batch(family, HEAD)
-    # two batches in flight: the second is not to be taken for the first
+    # two batches in flight must not be mixed up
     other = model(**tiny.batch(family, HEAD, lengths=(9, 3, 12, 5), seed=2).kwargs).loss
     model(**full.kwargs).loss.backward()
     stock(**full.kwargs).loss.backward()
@@ -84,7 +84,7 @@ class _CheckpointedEncoder(_Checkpointed):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("family", ["Bert", "MPNet"])
-def test_a_checkpoint_around_the_encoder_computes_the_same_sequences_again(family: str, reentrant: bool) -> None:
+def test_a_checkpoint_around_the_encoder_recomputes_the_same_sequences(family: str, reentrant: bool) -> None:
     stock = tiny.model(family, HEAD)
     model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     base = _base(model)
@@ -96,7 +96,7 @@ def test_a_checkpoint_around_the_encoder_computes_the_same_sequences_again(famil
     tiny.assert_same_gradients(found, tiny.gradients(stock), 1e-3)
 
 
-def test_torchs_own_wrapper_of_layers_gives_stocks_gradients() -> None:
+def test_torchs_checkpoint_wrapper_gives_the_gradients_of_stock() -> None:
     wrapping = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     stock = tiny.model("Bert", HEAD)
     model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
@@ -115,11 +115,11 @@ def test_torchs_own_wrapper_of_layers_gives_stocks_gradients() -> None:
         tiny.assert_same_gradients(found, tiny.gradients(expected), 1e-3)
 
 
-def test_selective_checkpoints_around_layers_compute_the_same_sequences_again() -> None:
+def test_selective_checkpoints_around_layers_recompute_the_same_sequences() -> None:
     selective = pytest.importorskip("torch.utils.checkpoint").create_selective_checkpoint_contexts
     stock = tiny.model("MPNet", HEAD)
     model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
-    # its contexts are dispatch modes, inside which whole models run as stock does: layers must not
+    # its contexts are dispatch modes: whole models run as stock inside one, but layers must not
     contexts = functools.partial(selective, [torch.ops.aten.mm.default])
     encoder, full = _base(model).encoder, tiny.batch("MPNet", HEAD)
     for index, layer in enumerate(encoder.layer):
@@ -135,7 +135,7 @@ def test_selective_checkpoints_around_layers_compute_the_same_sequences_again() 
 
 
 @pytest.mark.parametrize("path", ["embeddings", "embeddings.word_embeddings", "encoder", "pooler"])
-def test_hooks_outside_of_layers_see_what_stock_shows_them(path: str) -> None:
+def test_hooks_outside_of_layers_see_the_same_shapes_as_in_stock(path: str) -> None:
     stock = tiny.model("Bert", HEAD)
     model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     shapes: dict[int, list[Any]] = {}
@@ -152,7 +152,7 @@ def test_hooks_outside_of_layers_see_what_stock_shows_them(path: str) -> None:
     assert "hook" in _reasons(model)
 
 
-def test_a_forward_put_over_the_embeddings_sees_padded_batches() -> None:
+def test_a_replaced_forward_of_the_embeddings_sees_padded_batches() -> None:
     model = tiny.optimized(head=HEAD)
     own, seen = model.bert.embeddings.forward, []
     model.bert.embeddings.forward = lambda *args, **kwargs: (
@@ -180,10 +180,10 @@ def test_hooks_that_make_inputs_require_gradients_change_nothing() -> None:
     assert _reasons(model) == ""
 
 
-# --- attention, loss and dropout of the owner's own
+# --- custom attention, loss and dropout
 
 
-def test_an_attention_of_the_owners_own_is_used() -> None:
+def test_a_custom_attention_implementation_is_used() -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
     calls: list[str] = []
 
@@ -202,7 +202,7 @@ def test_an_attention_of_the_owners_own_is_used() -> None:
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
-def test_transformers_own_attentions_stay_padding_free(name: str) -> None:
+def test_attention_implementations_of_transformers_stay_padding_free(name: str) -> None:
     model = tiny.optimized(head=HEAD)
     model.set_attn_implementation(name)
     tiny.loss(model, head=HEAD)
@@ -213,7 +213,7 @@ def _zero_loss(logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
     return logits.sum() * 0.0
 
 
-def test_a_masked_lm_loss_of_the_owners_own_is_used() -> None:
+def test_a_custom_masked_lm_loss_is_used() -> None:
     stock = tiny.model("ModernBert", "MaskedLM")
     model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     full = tiny.batch("ModernBert", "MaskedLM", lengths=(8, 8))
@@ -224,7 +224,7 @@ def test_a_masked_lm_loss_of_the_owners_own_is_used() -> None:
     assert "masked-LM loss" not in str(stoker.report(model))
 
 
-def test_a_label_to_ignore_that_the_caller_names_is_ignored() -> None:
+def test_the_callers_ignore_index_is_used() -> None:
     stock = tiny.model("ModernBert", "MaskedLM")
     model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     ids = torch.randint(5, 20, (2, 8))
@@ -232,7 +232,7 @@ def test_a_label_to_ignore_that_the_caller_names_is_ignored() -> None:
     torch.testing.assert_close(model(**call).loss, stock(**call).loss, rtol=1e-4, atol=1e-5)
 
 
-def test_distilberts_loss_module_is_used_as_it_was_set() -> None:
+def test_a_replaced_loss_module_of_distilbert_is_used() -> None:
     stock = tiny.model("DistilBert", "MaskedLM")
     model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     for one in (stock, model):
@@ -248,7 +248,7 @@ class _Halves(nn.Module):
 
 @pytest.mark.parametrize("family", ["MPNet", "RemBert"])
 @pytest.mark.parametrize("kind", ["eval", "identity", "own"])
-def test_attention_dropout_that_stock_calls_is_what_its_owner_made_of_it(family: str, kind: str) -> None:
+def test_attention_dropout_modules_that_stock_calls_may_be_replaced(family: str, kind: str) -> None:
     stock = tiny.model(family, HEAD)
     for layer in _base(stock).encoder.layer:
         holder = layer.attention.attn if family == "MPNet" else layer.attention.self
@@ -276,7 +276,7 @@ def test_norms_without_weights_are_called() -> None:
     assert _reasons(model) == ""
 
 
-def test_embedding_tables_of_two_types_are_looked_up_one_by_one() -> None:
+def test_embedding_tables_of_two_dtypes_train_as_in_stock() -> None:
     model = tiny.model("Bert", HEAD)
     model.bert.embeddings.position_embeddings.bfloat16()
     stock = copy.deepcopy(model)
@@ -285,7 +285,7 @@ def test_embedding_tables_of_two_types_are_looked_up_one_by_one() -> None:
 
 
 class _Doubled(torch.Tensor):
-    """A weight that multiplies in a way of its own."""
+    """A weight with its own multiplication."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -295,7 +295,7 @@ class _Doubled(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_weights_that_multiply_in_a_way_of_their_own_are_called() -> None:
+def test_weights_of_a_tensor_subclass_use_its_own_multiplication() -> None:
     stock = tiny.model("Bert", HEAD)
     model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     for one in (stock, model):
@@ -328,10 +328,10 @@ def test_a_norm_is_probed_without_its_hooks_and_may_raise_anything() -> None:
     stoker.optimize(nn.Sequential(_RaisingRMSNorm()))
 
 
-# --- transforms, and undoing after others
+# --- transforms, and restoring
 
 
-def test_forward_mode_derivatives_are_stocks() -> None:
+def test_forward_mode_derivatives_are_those_of_stock() -> None:
     from torch.autograd import forward_ad
 
     stock = tiny.model("Bert").eval()
@@ -346,7 +346,7 @@ def test_forward_mode_derivatives_are_stocks() -> None:
     torch.testing.assert_close(tangents[1], tangents[0], rtol=1e-4, atol=1e-4)
 
 
-def test_an_exported_model_is_made_of_stocks_operators() -> None:
+def test_an_exported_model_consists_of_stock_operators() -> None:
     model, ids = (
         stoker.optimize(tiny.model("Bert"), dtype=torch.float32).eval(),
         torch.randint(5, tiny.VOCABULARY, (2, 6)),

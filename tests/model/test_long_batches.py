@@ -1,4 +1,4 @@
-"""A packed batch is longer than any sequence may be; nothing inside a model may take it for one sequence."""
+"""A packed batch may be longer than the longest sequence that a model allows; it must not be treated as one sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that are seldom seen: what stock accepts is accepted, with stock's result."""
+"""Unusual batches: whatever stock accepts is accepted, with the result of stock."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_dictionary_of_masks_runs_as_stock_does() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 6), (2, 0)])
 @pytest.mark.parametrize("masked", [True, False])
-def test_an_empty_batch_is_stocks_to_refuse(shape: tuple[int, int], masked: bool) -> None:
+def test_an_empty_batch_raises_the_error_of_stock(shape: tuple[int, int], masked: bool) -> None:
     stock, model = _pair()
     ids = torch.zeros(shape, dtype=torch.long)
     call = {"input_ids": ids, **({"attention_mask": torch.ones_like(ids)} if masked else {})}
@@ -59,7 +59,7 @@ def test_an_empty_batch_is_stocks_to_refuse(shape: tuple[int, int], masked: bool
     assert "empty" in str(stoker.report(model))
 
 
-def test_positions_of_one_dimension_stand_for_all_rows() -> None:
+def test_position_ids_of_one_dimension_apply_to_all_rows() -> None:
     stock, model = _pair()
     ids = torch.randint(5, tiny.VOCABULARY, (3, 6))
     call = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "position_ids": torch.arange(7, 13)}
@@ -67,7 +67,7 @@ def test_positions_of_one_dimension_stand_for_all_rows() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_masks_of_many_shapes_are_told_once(caplog) -> None:
+def test_unsupported_masks_of_many_shapes_are_logged_once(caplog) -> None:
     _, model = _pair()
     with caplog.at_level(logging.WARNING, "stoker"):
         for length in (4, 5, 6):

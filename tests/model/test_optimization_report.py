@@ -15,7 +15,7 @@ import stoker
 from stoker.model.leaf_modules import LeafActivation, LeafDropout, LeafEmbedding, LeafLayerNorm, LeafLinear
 
 
-def test_the_report_of_a_restored_model_claims_nothing() -> None:
+def test_the_report_of_a_restored_model_lists_nothing() -> None:
     model = tiny.model("Bert", "QuestionAnswering")
     optimizer = torch.optim.AdamW(model.parameters())
     stoker.optimize(model, optimizer, dtype=torch.bfloat16)
@@ -26,13 +26,13 @@ def test_the_report_of_a_restored_model_claims_nothing() -> None:
     assert not stoker.report(model).optimizer
 
 
-def test_the_report_names_the_type_that_is_used() -> None:
+def test_the_report_names_the_dtype_that_is_used() -> None:
     half = stoker.optimize(tiny.model("Bert", "QuestionAnswering").bfloat16(), dtype=torch.float32)
     assert stoker.report(half).precision == "bfloat16, as the parameters are stored"
     mixed = tiny.model("Bert", "QuestionAnswering")
     mixed.qa_outputs.bfloat16()
     assert stoker.report(stoker.optimize(mixed)).precision == "bfloat16 and float32, as the parameters are stored"
-    assert stoker.report(stoker.optimize(mixed, dtype=torch.float32)).precision == "fp32, as asked"
+    assert stoker.report(stoker.optimize(mixed, dtype=torch.float32)).precision == "fp32, as requested"
     mixed.bert.bfloat16()
     mixed.qa_outputs.float()
     for asked in (torch.float32, torch.bfloat16):  # the base model computes in bf16 whatever is asked for
@@ -82,7 +82,7 @@ def test_the_report_counts_the_single_modules_that_a_training_step_calls(
     assert reported == {part: len(modules) for part, modules in called.items()}
 
 
-def test_the_report_tells_fused_single_and_left_alone_apart() -> None:
+def test_the_report_lists_fused_called_and_skipped_modules_separately() -> None:
     model = tiny.optimized(head="SequenceClassification", dropout=0.1)
     assert stoker.report(model).applied == (
         ("padding-free base model", "BertModel", 1),
@@ -94,19 +94,19 @@ def test_the_report_tells_fused_single_and_left_alone_apart() -> None:
     peft = pytest.importorskip("peft")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], lora_dropout=0.0))
     assert ("linear", "Linear", 2 + 2 * 3) in stoker.report(wrapped).applied, "q, k and v are called for the sake of q"
-    assert stoker.report(wrapped).left_alone == (("4 x Linear", "newer than the last call of stoker.optimize"),)
+    assert stoker.report(wrapped).left_alone == (("4 x Linear", "added after the last call of stoker.optimize"),)
     assert stoker.report(stoker.optimize(wrapped)).left_alone == ()
 
 
 def test_the_report_says_what_was_switched_off_and_what_never_runs_fused() -> None:
     model = tiny.model("Bert", "MaskedLM")
     assert [why for _, why in stoker.report(model).left_alone] == [
-        "stoker.optimize was not called on this model, or was undone"
+        "stoker.optimize was not called on this model, or it was undone"
     ]
     for switches, left in (
         (
             {"unpad": False},
-            ("batches with padding", "unpad=False: their attention and layers run as stock does"),
+            ("batches with padding", "unpad=False: their attention and layers run as in stock transformers"),
         ),
         ({"fuse": False}, ("kernels", "fuse=False")),
         ({"fuse_loss": False}, ("masked-LM loss", "fuse_loss=False")),
@@ -115,7 +115,7 @@ def test_the_report_says_what_was_switched_off_and_what_never_runs_fused() -> No
         assert stoker.report(stoker.optimize(model, **switches)).left_alone == (left,)
     config = tiny.config("Bert")
     config.is_decoder = True
-    told = stoker.report(stoker.optimize(transformers.BertLMHeadModel(config)))
-    assert told.left_alone == (("every call of BertModel", "the model is a decoder"),)
-    assert "fused layer" not in {part for part, _, _ in told.applied}
-    assert ("linear", "Linear", 14) in told.applied
+    report = stoker.report(stoker.optimize(transformers.BertLMHeadModel(config)))
+    assert report.left_alone == (("every call of BertModel", "the model is a decoder"),)
+    assert "fused layer" not in {part for part, _, _ in report.applied}
+    assert ("linear", "Linear", 14) in report.applied

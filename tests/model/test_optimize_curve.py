@@ -1,4 +1,4 @@
-"""Training as a whole: ten steps of a real model follow the curves that were kept."""
+"""Ten training steps of a real model follow the stored loss curves."""
 
 from __future__ import annotations
 

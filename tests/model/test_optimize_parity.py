@@ -35,6 +35,6 @@ def test_a_padded_batch_gives_what_its_examples_give_one_by_one(family: str, hea
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("switches", [{"fuse": False}, {"fuse_loss": False}])
-def test_each_part_can_be_switched_off_and_the_mathematics_stay(family: str, switches: dict[str, bool]) -> None:
+def test_results_stay_the_same_if_one_part_is_switched_off(family: str, switches: dict[str, bool]) -> None:
     head = "MaskedLM" if "fuse_loss" in switches else "QuestionAnswering"
     _check(family, head, tiny.batch(family, head, "both"), **switches)

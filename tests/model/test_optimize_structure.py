@@ -1,4 +1,4 @@
-"""An optimised model is still the user's model: saving, copying, wrapping, compiling, undoing."""
+"""An optimized model can be saved, copied, wrapped, compiled and restored like the stock model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_save_pretrained_writes_what_stock_writes_and_from_pretrained_reads_it(t
     torch.testing.assert_close(tiny.loss(stoker.optimize(loaded, dtype=torch.float32)), tiny.loss(model))
 
 
-def test_deepcopy_is_optimised_too_and_independent() -> None:
+def test_deepcopy_is_optimized_and_independent() -> None:
     model = tiny.optimized()
     clone = copy.deepcopy(model)
     assert stoker.report(clone).applied == stoker.report(model).applied
@@ -87,7 +87,7 @@ def test_restore_gives_every_class_back() -> None:
 
 
 @pytest.mark.parametrize("head", ["QuestionAnswering", "MaskedLM"])
-def test_torch_func_differentiates_an_optimised_model(head: str) -> None:
+def test_torch_func_differentiates_an_optimized_model(head: str) -> None:
     from torch.func import functional_call, grad
 
     model = tiny.model("Bert", head)
@@ -124,7 +124,7 @@ class _OwnRMSNorm(nn.Module):
         return self.weight * z * torch.rsqrt(z.square().mean(-1, keepdim=True) + self.eps)
 
 
-def test_a_norm_of_ones_own_keeps_its_arguments() -> None:
+def test_a_custom_rms_norm_keeps_its_arguments() -> None:
     norm = _OwnRMSNorm()
     x, residual = torch.randn(4096, 8), torch.randn(4096, 8)
     expected, with_residual = norm(x), norm(x, residual)
@@ -258,7 +258,7 @@ def test_accelerator_may_rebuild_the_masked_lm_output(accelerate: Any) -> None:
     assert output.logits.dtype == torch.float32
 
 
-def test_parametrised_weights_are_used_as_parametrised() -> None:
+def test_parametrized_weights_are_respected() -> None:
     stock = tiny.model("Bert", "SequenceClassification")
     full = tiny.batch("Bert", "SequenceClassification")
     before, after = copy.deepcopy(stock), stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
@@ -326,7 +326,7 @@ def _outside_the_table(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", OUTSIDE_THE_TABLE)
-def test_a_family_that_is_not_in_the_table_trains_unchanged_and_the_report_says_what_was_left_out(name: str) -> None:
+def test_a_family_that_is_not_in_the_table_trains_as_stock_and_the_report_says_so(name: str) -> None:
     stock = _outside_the_table(name)
     model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     ids = torch.randint(5, 99, (2, 12))
@@ -335,12 +335,12 @@ def test_a_family_that_is_not_in_the_table_trains_unchanged_and_the_report_says_
     stock(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
     model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
     tiny.assert_same_gradients(tiny.gradients(model), tiny.gradients(stock))
-    told = stoker.report(model)
-    left = dict(told.left_alone)
+    report = stoker.report(model)
+    left = dict(report.left_alone)
     assert "no family in the table (BERT, " in left.pop("padding, attention, fused layers")
-    assert set(left.values()) <= {"no kernel for this kind of module"}
+    assert set(left.values()) <= {"there is no kernel for this class"}
     assert NO_KERNEL[name] in left if name in NO_KERNEL else not left
-    counts = {part: count for part, _, count in told.applied}
+    counts = {part: count for part, _, count in report.applied}
     assert counts["layer norm in bf16" if name == "GPT2" else "linear"] > 2  # GPT-2's linears are a kind of their own
     assert ("rms norm in fp32" in counts) == (name in ("Llama", "T5"))
 
@@ -365,7 +365,7 @@ def test_plain_torch_models_get_what_applies() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_types_the_kernels_do_not_know_run_as_stock(dtype: torch.dtype) -> None:
+def test_dtypes_without_kernels_run_as_stock(dtype: torch.dtype) -> None:
     stock = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.5)).to(dtype).eval()
     x = torch.randn(4, 8, dtype=dtype)
     torch.testing.assert_close(stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)(x), stock(x))

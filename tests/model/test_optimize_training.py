@@ -52,7 +52,7 @@ def test_with_dropout_expected_loss_and_gradient_are_those_of_stock(family: str)
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("where", ["attention", "embeddings", "layers"])
-def test_dropout_disturbs_hidden_states_as_much_as_in_stock(family: str, where: str) -> None:
+def test_dropout_causes_the_same_variance_of_hidden_states_as_in_stock(family: str, where: str) -> None:
     """The variance over draws, averaged over some hundreds of elements, is sharp enough to miss no dropout."""
     repeats, full = 100, _batch_without_padding(family, "Model")
     stock = tiny.model(family, dropout=0.0)
@@ -131,7 +131,7 @@ def _spying(cls: type, seen: list[torch.dtype]):
     return forward
 
 
-def test_fp32_asked_for_stays_fp32_inside_autocast() -> None:
+def test_requested_fp32_stays_fp32_inside_autocast() -> None:
     stock = tiny.model("Bert")
     model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
     full = tiny.batch("Bert", "Model", lengths=(6, 6))
@@ -141,7 +141,7 @@ def test_fp32_asked_for_stays_fp32_inside_autocast() -> None:
     torch.testing.assert_close(output, stock(**full.inputs).last_hidden_state, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_cast_to_bf16_by_its_owner_stays_bf16() -> None:
+def test_a_model_stored_in_bf16_stays_bf16() -> None:
     model = stoker.optimize(tiny.model("Bert", "QuestionAnswering").to(torch.bfloat16))
     full = tiny.batch("Bert", "QuestionAnswering")
     output = model(**full.kwargs)
@@ -151,7 +151,7 @@ def test_a_model_cast_to_bf16_by_its_owner_stays_bf16() -> None:
     assert stoker.report(model).left_alone == ()
 
 
-def test_fp32_input_on_bf16_weights_is_stocks_error_and_bf16_inside_autocast() -> None:
+def test_fp32_input_on_bf16_weights_raises_as_in_stock_and_is_bf16_inside_autocast() -> None:
     stock = nn.Linear(6, 4).bfloat16()
     model, x = stoker.optimize(copy.deepcopy(stock)), torch.randn(3, 6)
     for one in (stock, model):
@@ -163,7 +163,7 @@ def test_fp32_input_on_bf16_weights_is_stocks_error_and_bf16_inside_autocast() -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_autocast_decides_for_an_unknown_family_and_the_report_says_so(dtype: torch.dtype) -> None:
+def test_autocast_sets_the_precision_of_an_unknown_family_and_the_report_says_so(dtype: torch.dtype) -> None:
     model = stoker.optimize(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), dtype=dtype)
     assert "autocast" in stoker.report(model).precision
     x = torch.randn(32, 64)
@@ -181,7 +181,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_are_fused_in_place_and_go_on_where_they_were(name: str) -> None:
+def test_optimizers_are_fused_in_place_and_keep_their_state(name: str) -> None:
     torch.manual_seed(0)
     stock = nn.Linear(6, 4)
     model = copy.deepcopy(stock)
@@ -236,7 +236,7 @@ def test_training_learns_as_stock_does() -> None:
     assert curves[1][-1] < 0.8 * curves[1][0]
 
 
-def test_steady_steps_fault_few_pages_in() -> None:
+def test_steady_steps_cause_few_page_faults() -> None:
     assert memory.keep_mapped() == memory.keep_mapped()
     if "glibc keeps" not in memory.keep_mapped():
         pytest.skip(memory.keep_mapped())
@@ -260,7 +260,7 @@ for length in (*range(1, 301), *range(1, 301)):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_onednn_forgets_the_oldest_shapes() -> None:
+def test_onednn_evicts_the_oldest_shapes() -> None:
     # 300 shapes, twice: with room for 256, each has been forgotten when its turn comes again
     env = {**os.environ, "ONEDNN_VERBOSE": "profile_create", "OMP_NUM_THREADS": "1"}
     env.pop("ONEDNN_PRIMITIVE_CACHE_CAPACITY", None)
@@ -274,7 +274,7 @@ def test_onednn_forgets_the_oldest_shapes() -> None:
     ("units", "gain", "expected"),
     [(False, 3.0, None), (True, 1.05, None), (True, 3.0, torch.bfloat16)],
 )
-def test_auto_takes_the_faster_type_and_says_why(
+def test_auto_chooses_the_faster_dtype_and_gives_the_reason(
     monkeypatch: pytest.MonkeyPatch, units: bool, gain: float, expected: torch.dtype | None
 ) -> None:
     """The CPU is a stand-in: the test runs on machines with bf16 units and without."""
@@ -301,7 +301,7 @@ def test_without_a_dtype_an_fp32_model_stays_fp32_on_every_cpu(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("units", [False, True])
-def test_auto_computes_in_the_type_it_chose(monkeypatch: pytest.MonkeyPatch, units: bool) -> None:
+def test_auto_computes_in_the_dtype_it_chose(monkeypatch: pytest.MonkeyPatch, units: bool) -> None:
     monkeypatch.setattr(precision, "torch_has_bf16_units", lambda: units)
     monkeypatch.setattr(rates, "bf16_training_gain", lambda: 10.0 if units else None)
     model = stoker.optimize(tiny.model("Bert", "QuestionAnswering"), dtype="auto")
@@ -325,7 +325,7 @@ def test_bf16_units_that_onednn_may_not_use_do_not_count(
     assert products.torch_has_bf16_units() is expected
 
 
-def test_the_gain_of_bf16_comes_from_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gain_of_bf16_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "known", lambda machine: None)
     monkeypatch.setattr(
         precision, "_time_product", lambda matrix: {torch.float32: 4e-2, torch.bfloat16: 1e-2}[matrix.dtype]

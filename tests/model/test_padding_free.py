@@ -1,4 +1,4 @@
-"""What enters and leaves a base model: every kind of batch, and every kind of call that has to stay stock's."""
+"""Inputs and outputs of a padding-free base model: every kind of batch, and every kind of call that has to run as stock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _alone(stock: torch.nn.Module, full: tiny.Batch, name: str = "last_hidden_st
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("side", ["right", "left", "both"])
-def test_hidden_states_and_pooler_come_back_padded(family: str, side: str) -> None:
+def test_hidden_states_and_pooler_output_have_the_padded_shape(family: str, side: str) -> None:
     stock, model = _pair(family)
     full = tiny.batch(family, "Model", side)
     model(**full.inputs, output_hidden_states=True)  # transformers hooks the layers at the first call
@@ -93,7 +93,7 @@ def test_inputs_embeds_and_explicit_positions_are_used_as_given(family: str) -> 
         torch.testing.assert_close(gradient[0], expected[0], rtol=1e-3, atol=1e-3)
 
 
-def test_roberta_counts_positions_past_a_padding_token_that_is_real() -> None:
+def test_roberta_skips_unmasked_padding_tokens_when_counting_positions() -> None:
     stock, model = _pair("Roberta", "SequenceClassification")
     ids = torch.randint(5, tiny.VOCABULARY, (2, 8))
     ids[0, 3] = 1  # the padding id, but not masked
@@ -104,7 +104,7 @@ def test_roberta_counts_positions_past_a_padding_token_that_is_real() -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_rows_of_padding_only_are_zeros_and_disturb_nobody(family: str) -> None:
+def test_rows_of_padding_only_are_zeros_and_do_not_affect_others(family: str) -> None:
     stock, model = _pair(family)
     full = tiny.batch(family, "Model", lengths=(7, 0, 4))
     output = model(**full.inputs).last_hidden_state
@@ -135,7 +135,7 @@ def test_evaluation_needs_no_gradient(mode) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.int32])
-def test_masks_of_any_type_mean_the_same(kind: torch.dtype) -> None:
+def test_the_dtype_of_the_mask_does_not_matter(kind: torch.dtype) -> None:
     _, model = _pair("Bert")
     full = tiny.batch("Bert", "Model")
     other = {**full.inputs, "attention_mask": full.inputs["attention_mask"].to(kind)}
@@ -151,7 +151,7 @@ STOCK_CALLS = {
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("kind", STOCK_CALLS)
-def test_calls_that_cannot_be_padding_free_run_as_stock_and_say_so_once(family: str, kind: str, caplog) -> None:
+def test_calls_that_cannot_be_padding_free_run_as_stock_and_are_logged_once(family: str, kind: str, caplog) -> None:
     stock = tiny.model(family)
     if kind == "attention weights":
         stock.set_attn_implementation("eager")
@@ -163,7 +163,7 @@ def test_calls_that_cannot_be_padding_free_run_as_stock_and_say_so_once(family: 
         model(**call)
     real = full.inputs["attention_mask"].bool()
     torch.testing.assert_close(output[0][real], expected[0][real], rtol=1e-4, atol=1e-4)
-    assert sum("runs as stock" in record.message for record in caplog.records) == 1
+    assert sum("runs as stock" in record.getMessage() for record in caplog.records) == 1
     assert len(stoker.report(model).left_alone) == 1
     if kind == "attention weights":
         torch.testing.assert_close(output.attentions, expected.attentions, rtol=1e-4, atol=1e-4)
@@ -205,7 +205,7 @@ def test_activation_checkpointing_recomputes_the_same_layers(family: str, reentr
     tiny.assert_same_gradients(results[1][1], results[0][1])
 
 
-def test_hooks_on_layers_see_what_stock_shows_them() -> None:
+def test_hooks_on_layers_see_the_same_shapes_as_in_stock() -> None:
     _, model = _pair("Bert")
     seen: list[torch.Size] = []
     model.encoder.layer[0].register_forward_hook(lambda module, args, output: seen.append(output.shape))
@@ -228,7 +228,7 @@ def test_hooks_inside_a_layer_are_called() -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_no_mask_of_tokens_by_tokens_is_ever_made(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_quadratic_mask_is_allocated(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     stock = fused_layer.FusedLayer.forward
 
@@ -244,7 +244,7 @@ def test_no_mask_of_tokens_by_tokens_is_ever_made(family: str, monkeypatch: pyte
     assert all(numel <= tokens for numel in seen), (seen, tokens)
 
 
-def test_question_answering_leaves_padding_out_of_the_softmax_where_stock_counts_it() -> None:
+def test_question_answering_excludes_padding_from_the_softmax() -> None:
     """The one place where stock's batch differs from its examples alone: docs/optimize.md says so."""
     stock, model = _pair("Bert", "QuestionAnswering")
     full = tiny.batch("Bert", "QuestionAnswering")
@@ -268,7 +268,7 @@ def test_random_lengths() -> None:
             torch.testing.assert_close(output[row, start:end], alone[0], rtol=1e-4, atol=1e-4)
 
 
-def test_masked_lm_logits_appear_when_they_are_looked_at() -> None:
+def test_masked_lm_logits_are_computed_on_access() -> None:
     _, model = _pair("Bert", "MaskedLM")
     full = tiny.batch("Bert", "MaskedLM")
     output = model(**full.kwargs, output_hidden_states=True)

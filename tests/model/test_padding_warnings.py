@@ -1,4 +1,4 @@
-"""Hidden states at padding are zeros: whoever uses them is told so once, nobody else is, and `unpad=False` gives stock's."""
+"""Hidden states at padding are zeros: a loss that uses them causes one warning, and `unpad=False` gives the values of stock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _distance(one: nn.Module, teacher: Tensor, call: dict[str, Any]) -> Tensor:
     return nn.functional.mse_loss(one(**call).last_hidden_state, teacher)
 
 
-def test_distillation_without_a_mask_is_told_that_padding_counts(caplog: pytest.LogCaptureFixture) -> None:
+def test_distillation_without_a_mask_causes_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     stock, call = tiny.model("Bert"), tiny.batch("Bert", "SequenceClassification").inputs
     with torch.no_grad():
         teacher = tiny.model("Bert", seed=1)(**call).last_hidden_state
@@ -33,8 +33,8 @@ def test_distillation_without_a_mask_is_told_that_padding_counts(caplog: pytest.
         _distance(model, teacher, call).backward()
     (warned,) = _warnings(caplog)
     assert warned == (
-        "BertModel: the loss depends on hidden states at padding; at padding they are zeros, where stock has values; "
-        "mask them out, or keep padding in with stoker.optimize(model, unpad=False) (said once)"
+        "BertModel: the loss depends on hidden states at padding; at padding they are zeros, where stock transformers has "
+        "values; apply the attention mask, or keep padding with stoker.optimize(model, unpad=False) (logged once)"
     )
     kept = stoker.optimize(copy.deepcopy(stock), unpad=False)
     torch.testing.assert_close(_distance(kept, teacher, call), _distance(stock, teacher, call), rtol=1e-4, atol=1e-5)
@@ -42,7 +42,7 @@ def test_distillation_without_a_mask_is_told_that_padding_counts(caplog: pytest.
     assert len(_warnings(caplog)) == 1
 
 
-def test_a_mean_over_all_positions_is_told_and_one_with_the_mask_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mean_over_all_positions_causes_a_warning_and_a_masked_one_does_not(caplog: pytest.LogCaptureFixture) -> None:
     call = tiny.batch("Bert", "SequenceClassification", "both").inputs
     masked = stoker.optimize(tiny.model("Bert"))
     mask = call["attention_mask"].unsqueeze(-1)
@@ -58,7 +58,7 @@ def test_a_mean_over_all_positions_is_told_and_one_with_the_mask_is_not(caplog: 
 
 @pytest.mark.parametrize("head", tiny.HEADS)
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
-def test_heads_of_transformers_are_not_told(family: str, head: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_heads_of_transformers_cause_no_warning(family: str, head: str, caplog: pytest.LogCaptureFixture) -> None:
     model = stoker.optimize(tiny.model(family, head))
     stock_loss = stoker.optimize(tiny.model(family, head), fuse_loss=False)
     for one in (model, stock_loss):
@@ -66,7 +66,7 @@ def test_heads_of_transformers_are_not_told(family: str, head: str, caplog: pyte
     assert _warnings(caplog) == []
 
 
-def test_hidden_states_that_are_asked_for_are_told_if_there_is_padding(caplog: pytest.LogCaptureFixture) -> None:
+def test_output_hidden_states_causes_a_warning_if_there_is_padding(caplog: pytest.LogCaptureFixture) -> None:
     head = "SequenceClassification"
     model, full = stoker.optimize(tiny.model("Bert", head)), tiny.batch("Bert", head)
     whole = {name: value for name, value in full.kwargs.items() if name != "attention_mask"}
@@ -76,12 +76,12 @@ def test_hidden_states_that_are_asked_for_are_told_if_there_is_padding(caplog: p
         for _ in range(2):
             model(**full.kwargs, output_hidden_states=True)
     (warned,) = _warnings(caplog)
-    assert warned.startswith("BertModel: hidden_states are returned, and at padding they are zeros")
+    assert warned.startswith("BertModel: it returns hidden_states; at padding they are zeros")
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_unpad_false_gives_stocks_values_at_padding_too(family: str, side: str) -> None:
+def test_unpad_false_gives_the_values_of_stock_at_padding_too(family: str, side: str) -> None:
     stock = tiny.model(family, "QuestionAnswering")
     model = stoker.optimize(copy.deepcopy(stock), unpad=False)
     full = tiny.batch(family, "QuestionAnswering", side)
@@ -94,7 +94,7 @@ def test_unpad_false_gives_stocks_values_at_padding_too(family: str, side: str) 
     tiny.assert_same_gradients(tiny.gradients(model), tiny.gradients(stock), 1e-3)
 
 
-def test_unpad_false_keeps_to_the_precision_that_was_asked_for() -> None:
+def test_unpad_false_uses_the_requested_precision() -> None:
     stock, call = tiny.model("Bert"), tiny.batch("Bert", "SequenceClassification").inputs
     expected = stock(**call).last_hidden_state
     half = stoker.optimize(copy.deepcopy(stock), unpad=False, dtype=torch.bfloat16)(**call, output_hidden_states=True)
@@ -106,7 +106,7 @@ def test_unpad_false_keeps_to_the_precision_that_was_asked_for() -> None:
         torch.testing.assert_close(whole(**call).last_hidden_state, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_trainer_keeps_the_switches_of_a_script_that_has_optimised_its_model(tree_path: Path) -> None:
+def test_the_trainer_keeps_the_switches_of_an_already_optimized_model(tree_path: Path) -> None:
     from hf import tiny as trained
 
     model = stoker.optimize(trained.tiny_model(), unpad=False, fuse_loss=False)

@@ -50,7 +50,7 @@ BY_KEYWORD = [name for name in tiny.FAMILIES if name not in ("MPNet", "RemBert")
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_transformers_5_passes_the_keyword_down_in_all_families_but_two(
+def test_all_families_but_two_pass_the_keyword_down_in_transformers_5(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers", minversion="5")
@@ -90,7 +90,7 @@ class _Encoder(nn.Module):
 
 @pytest.mark.parametrize("checkpointed", [None, True, False], ids=["plain", "reentrant", "not reentrant"])
 @pytest.mark.parametrize("family", ["Bert", "Electra"])
-def test_an_encoder_that_passes_no_keywords_on_keeps_sequences_apart(family: str, checkpointed: bool | None) -> None:
+def test_layers_get_their_sequences_from_an_encoder_that_drops_keywords(family: str, checkpointed: bool | None) -> None:
     stock, model = _pair(family)
     for one in (stock, model):
         base = _base(one)
@@ -99,7 +99,7 @@ def test_an_encoder_that_passes_no_keywords_on_keeps_sequences_apart(family: str
     assert _stock_calls(model) == []
 
 
-def test_an_encoder_that_drops_the_mask_keeps_rows_apart() -> None:
+def test_layers_get_their_sequences_from_an_encoder_that_drops_the_mask() -> None:
     stock, model = _pair("Bert")
     for one in (stock, model):
         one.bert.encoder = _Encoder(one.bert.encoder, mask=False)
@@ -172,7 +172,7 @@ def test_evaluation_between_forward_and_backward_changes_nothing(family: str, ch
 
 
 @pytest.mark.parametrize("family", ["Bert", "MPNet", "RemBert"])
-def test_threads_that_share_a_model_keep_their_batches_apart(family: str) -> None:
+def test_threads_can_share_a_model(family: str) -> None:
     head, lengths = "QuestionAnswering", [(7, 12, 1, 9), OTHER_LENGTHS, (2, 2), (12,)]
     _, model = _pair(family, head)
     batches = [tiny.batch(family, head, lengths=some, seed=seed).kwargs for seed, some in enumerate(lengths)]
@@ -209,7 +209,7 @@ class _Gate(nn.Module):
 
 @pytest.mark.parametrize("family", ["Bert", "RemBert"])
 @pytest.mark.parametrize("head", [HEAD, "QuestionAnswering"])
-def test_a_model_inside_a_model_has_sequences_of_its_own(family: str, head: str) -> None:
+def test_a_model_inside_a_model_uses_its_own_sequences(family: str, head: str) -> None:
     stock = tiny.model(family, head)
     inner = tiny.batch(family, "Model", lengths=OTHER_LENGTHS, seed=3).inputs
     _base(stock).encoder.layer[0].intermediate.intermediate_act_fn = _Gate(tiny.model(family, seed=1), inner)

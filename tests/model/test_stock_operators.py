@@ -1,4 +1,4 @@
-"""Whoever looks at a model's operators (tracers, exporters, transforms, dispatch modes) sees stock's, and stock's results."""
+"""Tracers, exporters, transforms and dispatch modes see the operators and results of the stock model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = [
 
 
 class Pair:
-    """A stock model and its optimised copy, and a padded batch; `run` gives their logits."""
+    """A stock model and its optimized copy, and a padded batch; `run` gives their logits."""
 
     def __init__(self, family: str = "Bert", head: str = "SequenceClassification") -> None:
         self.stock = tiny.model(family, head).eval()
@@ -53,7 +53,7 @@ class Pair:
 @pytest.mark.parametrize(
     ("family", "head", "strict"), [*((*case, False) for case in CASES), (*CASES[0], True), ("MPNet", "MaskedLM", True)]
 )
-def test_an_optimised_model_is_exported_as_stock_is(family: str, head: str, strict: bool) -> None:
+def test_an_optimized_model_is_exported_as_the_stock_model(family: str, head: str, strict: bool) -> None:
     if strict and not hasattr(torch.compiler, "is_exporting"):
         pytest.skip("needs torch 2.7")
     pair = Pair(family, head)
@@ -63,7 +63,7 @@ def test_an_optimised_model_is_exported_as_stock_is(family: str, head: str, stri
 
 
 @pytest.mark.parametrize(("family", "head"), CASES)
-def test_an_optimised_model_is_traced_as_stock_is(family: str, head: str) -> None:
+def test_an_optimized_model_is_traced_as_the_stock_model(family: str, head: str) -> None:
     pair = Pair(family, head)
     traced = torch.jit.trace(pair.model, example_kwarg_inputs=pair.call, strict=False)
     assert "stoker" not in str(traced.inlined_graph)
@@ -82,7 +82,7 @@ def test_make_fx_sees_stock_operators(mode: str, pre_dispatch: bool) -> None:
     torch.testing.assert_close(graph(*call), pair.stock(*call).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_fake_tensors_pass_through_whether_or_not_their_mode_is_on() -> None:
+def test_fake_tensors_work_inside_and_outside_their_mode() -> None:
     pair = Pair()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         ids, mask = mode.from_tensor(pair.ids), mode.from_tensor(pair.mask)
@@ -104,7 +104,7 @@ class _Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_dispatch_modes_count_and_list_what_they_would_of_stock() -> None:
+def test_dispatch_modes_see_the_operators_of_stock() -> None:
     pair = Pair()
     flops, names = [], []
     for one in (pair.stock, pair.model):
@@ -205,7 +205,7 @@ def test_tracers_see_stock_operators_in_any_model(tracer: str) -> None:
     torch.testing.assert_close(traced(ids), stock(ids), rtol=1e-4, atol=1e-4)
 
 
-def test_the_kernels_are_back_when_nobody_looks() -> None:
+def test_kernels_are_used_again_after_tracing() -> None:
     from torch.profiler import profile
 
     pair = Pair()

@@ -1,4 +1,4 @@
-"""The training step that doctor measures runs in both precisions, in turn, and leaves the process as it was."""
+"""The training step that `stoker doctor` measures: both precisions alternate, and the process state is restored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_both_precisions_are_measured_and_the_process_stays_as_it_was(machine: Machine) -> None:
+def test_both_precisions_are_measured_and_the_process_state_is_restored(machine: Machine) -> None:
     before, random = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)
     try:
@@ -97,12 +97,12 @@ def test_the_size_follows_the_speed_of_the_machine(
     assert (found.fp32, found.bf16, found.gain) == (2.0, 4.0, 0.5)
 
 
-def test_too_little_memory_is_a_reason(machine: Machine) -> None:
-    with pytest.raises(RuntimeError, match=r"only 1\.0 GB of memory are available, it takes 2 GB"):
+def test_too_little_memory_raises_with_the_reason(machine: Machine) -> None:
+    with pytest.raises(RuntimeError, match=r"only 1\.0 GB of memory are available; 2 GB are needed"):
         measure_training_step(dataclasses.replace(machine, memory_available=1 << 30), 100.0)
 
 
-def test_missing_transformers_is_a_reason(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers_raises_with_the_reason(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"transformers cannot be imported .*pip install 'stoker\[hf\]'"):
         measure_training_step(machine, 100.0)

@@ -79,7 +79,7 @@ def model(family: str, head: str = "Model", dropout: float | None = 0.0, seed: i
     torch.manual_seed(seed)
     name = f"{family}Model" if head == "Model" else f"{family}For{head}"
     made = getattr(transformers, name)(config(family, dropout))
-    with torch.no_grad():  # stock initialisation is so even that every mistake is small
+    with torch.no_grad():  # stock initialization is so uniform that errors would stay small
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return made.train()

@@ -1,7 +1,7 @@
-"""optimize(): unpad, fuse, precision, memory. Knows torch modules and encoder families, not trainers.
+"""optimize(): padding, fused layers, precision, memory, for torch modules and encoder families. Trainers are in `stoker.hf`.
 
-Read in this order: optimize.py (what goes where), class_swap.py (how), families.py (the table), sequences.py and padding_free.py
-(padding), fused_layer.py (the fused layer), leaf_modules.py, heads.py; then the small ones.
+Read in this order: optimize.py (which module gets which override), class_swap.py (how), families.py (the table),
+padding_free.py and sequences.py (padding), fused_layer.py, leaf_modules.py, heads.py; then the small files.
 """
 
 from stoker.model.clip_gradients import clip_grad_norm_

@@ -1,7 +1,7 @@
-"""How a module is optimised in place: its class becomes a subclass of its own class that overrides `forward`.
+"""How a module is optimized in place: its class becomes a subclass of its own class that overrides `forward`.
 
-Nothing is added to the instance: parameters, names, hooks and storage stay as they are, `isinstance` holds, and giving the
-old class back undoes it. What a swapped class needs to know (settings, table row) lives on the class.
+Nothing is added to the instance: parameters, names, hooks and storage stay as they are, `isinstance` holds, and setting the
+old class again undoes it. The settings and the table row are attributes of the new class.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def cached(function: Function) -> Function:
-    """functools.cache with the function's own type: type checkers take classes for unhashable."""
+    """functools.cache with the function's own type, because type checkers consider classes unhashable."""
     return cast(Function, functools.cache(function))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `optimize` was asked for; part of every swapped class."""
+    """The switches that `optimize` was called with; an attribute of every swapped class."""
 
     unpad: bool = True
-    """Take padding out at the base model's door; if not, batches with padding run as stock does."""
+    """Run base models without padding; if not, batches with padding run as stock does."""
     fuse: bool = True
-    """Use the native kernels in layers, leaves and embeddings."""
+    """Use the native kernels in layers, embeddings and leaf modules."""
     fuse_loss: bool = True
-    """Masked-LM loss from the labelled rows only, logits when they are asked for."""
+    """Compute the masked-LM loss from the labelled rows only, and logits on demand."""
     dtype: torch.dtype | None = None
-    """Type of the activations inside the base model; None: that of the parameters, or of autocast if it is on."""
+    """Type of the activations inside the base model; None: that of the parameters, or of autocast where it is enabled."""
 
 
 class Optimized(nn.Module):
@@ -65,31 +65,26 @@ class Optimized(nn.Module):
     stoker_settings: ClassVar[Settings]
     stoker_row: ClassVar[Any] = None
     stoker_part: ClassVar[str] = ""
-    """What the report calls this override."""
+    """The name of this override in the report."""
     stoker_model: ClassVar[bool] = False
-    """True for overrides of whole models: keeps the signature, which trainers read, and is not traced by torch.compile."""
+    """True for overrides of whole models: they keep the signature, which trainers read, and torch.compile skips them."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the stock class, so that a saved model loads where Stoker is not installed."""
-        # protocol 1, because the constructor that later ones use insists on the object's own class
+        # protocol 1, because the constructor of later ones requires the object's own class
         reduced: Any = super().__reduce_ex__(1)
         constructor, args, *rest = reduced
         stock = stock_class(type(self))
         return (constructor, tuple(stock if arg is type(self) else arg for arg in args), *rest)
 
     def __copy__(self) -> nn.Module:
-        return self._clone(lambda state: state)
+        clone = type(self).__new__(type(self))
+        clone.__dict__.update(self.__dict__)
+        return clone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return self._clone(lambda state: copy.deepcopy(state, memo), memo)
-
-    def _clone(
-        self, state: Callable[[dict[str, Any]], dict[str, Any]], memo: dict[int, Any] | None = None
-    ) -> nn.Module:
-        clone = type(self).__new__(type(self))
-        if memo is not None:
-            memo[id(self)] = clone
-        clone.__dict__.update(state(self.__dict__))
+        clone = memo[id(self)] = type(self).__new__(type(self))
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return clone
 
 
@@ -99,7 +94,7 @@ def swap_class(module: nn.Module, override: type[Optimized], settings: Settings,
 
 
 def restore_class(module: nn.Module) -> bool:
-    """Gives `module` its stock class back; True if it had been swapped. What others made of the class since is left alone."""
+    """Gives `module` its stock class back; True if it had been swapped. Classes that others made since are left alone."""
     swapped = False
     while "stoker_stock" in type(module).__dict__:
         object.__setattr__(module, "__class__", type(module).__dict__["stoker_stock"])
@@ -132,21 +127,21 @@ def _swapped_class(override: type[Optimized], stock: type[nn.Module], settings: 
 
 
 def _forward(override: type[Optimized], stock: Callable[..., Any]) -> Callable[..., Any]:
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # accelerate keeps the forward that it finds in the instance, where `restore` does not reach it
+        # accelerate stores this function in the instance, where `restore` does not reach it
         forward = override.forward if isinstance(self, override) else type(self).forward
         return forward(self, *args, **kwargs)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # torch.compile goes around the model, which is faster; torch.export has no way around, and sees the stock model
+        # torch.compile skips the model, which is faster as it is; torch.export cannot, so it gets the stock model
         return stock(self, *args, **kwargs) if is_exporting() else run(self, *args, **kwargs)
 
     return forward
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call to `module`'s stock forward by name, those that are None left out."""
+    """The arguments of a call to `module`'s stock forward by name, without those that are None."""
     call = dict(zip(_parameter_names(type(module)), args, strict=False), **kwargs)
     return {name: value for name, value in call.items() if value is not None}
 
@@ -173,7 +168,7 @@ def child(module: nn.Module, path: str) -> Any:
 
 
 def plain(module: Any, kind: type[nn.Module]) -> bool:
-    """Whether reading the weights of `module` is as good as calling it: exactly a `kind`, not wrapped, not hooked."""
+    """Whether reading the weights of `module` is equivalent to calling it: exactly a `kind`, not wrapped, not hooked."""
     cls = type(module)
     return (cls is kind or cls.__dict__.get("stoker_stock") is kind) and unhooked(module) and _ordinary(module)
 
@@ -182,7 +177,7 @@ _ORDINARY = (Tensor, nn.Parameter)
 
 
 def _ordinary(module: nn.Module) -> bool:
-    """Whether the weights are torch's own tensors: one that is quantised or distributed multiplies in a way of its own."""
+    """Whether the weights are plain tensors: quantized or distributed ones have their own multiplication."""
     for parameter in module._parameters.values():  # noqa: SIM110 - several times per layer, and all() is slow
         if parameter is not None and type(parameter) not in _ORDINARY:
             return False
@@ -190,23 +185,23 @@ def _ordinary(module: nn.Module) -> bool:
 
 
 def stock_wanted() -> bool:
-    """Whether this call is compiled, exported, traced or transformed, so that stock operators must be seen, and not ours.
+    """Whether this call is compiled, exported, traced or transformed, so that it must run stock operators.
 
     torch.compile and torch.export; torch.jit.trace, torch.fx and make_fx; torch.func and forward-mode derivatives; and
-    whatever else looks at operators one by one (FakeTensorMode, FlopCounterMode, any other TorchDispatchMode).
+    everything that inspects single operators (FakeTensorMode, FlopCounterMode, any other TorchDispatchMode).
     """
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
+        or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
         or torch.fx._symbolic_trace._is_fx_tracing_flag
     )
 
 
 def unhooked(module: nn.Module) -> bool:
-    """Whether nothing but `forward` of its class happens when `module` is called."""
+    """Whether calling `module` runs the `forward` of its class and nothing else."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks

@@ -1,7 +1,7 @@
-"""Clipping by the norm of all gradients: one parallel pass for the norm, and one to scale if there is something to scale.
+"""Gradient clipping by the total norm: one parallel pass computes the norm, a second one scales only if it has to.
 
-torch goes from tensor to tensor, and reads and writes every gradient once more to multiply it, also by one. What the kernels
-(kernels/clip.py) do not know, another type or layout, a tensor of a kind of its own, goes to torch.
+torch processes one tensor at a time and multiplies every gradient even if the factor is one. Gradients that the kernels
+(kernels/clip.py) do not support (another type, layout or tensor class) are clipped by torch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """What torch.nn.utils.clip_grad_norm_ does, called as it is called. Gradients have been scaled when it returns."""
+    """A replacement for torch.nn.utils.clip_grad_norm_ with the same arguments and result."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if float(norm_type) != 2.0 or not gradients or not all(map(_known, gradients)):
+    if float(norm_type) != 2.0 or not gradients or not all(map(_supported, gradients)):
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = gradient_norm(gradients)
     if error_if_nonfinite and not math.isfinite(norm):
@@ -36,12 +36,12 @@ def clip_grad_norm_(
             "look for the first loss that is not finite, or leave error_if_nonfinite=False"
         )
     factor = float(max_norm) / (norm + 1e-6)
-    if not factor >= 1.0:  # also if the norm is not a number: then the gradients become that, as with torch
+    if not factor >= 1.0:  # also if the norm is NaN: then the gradients become NaN, as with torch
         scale_gradients(gradients, factor)
     return torch.tensor(norm, dtype=torch.float32)
 
 
-def _known(gradient: Tensor) -> bool:
+def _supported(gradient: Tensor) -> bool:
     return (
         type(gradient) is Tensor
         and gradient.dtype == torch.float32

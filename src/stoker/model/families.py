@@ -1,16 +1,15 @@
 """The table of encoder families: where each keeps the parts of a transformer layer, and what else differs.
 
-One row per family, paths as attributes of the layer (or of the model, for heads). To add an architecture, add a row;
-docs/optimize.md walks through one. Nothing here imports transformers: classes are known by name.
+One row per family; paths are attributes of the layer (or of the model, for heads). To add an architecture, add a row:
+docs/optimize.md explains how. Nothing here imports transformers: classes are recognized by name.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -18,12 +17,13 @@ from stoker.model.class_swap import cached, stock_class
 
 __all__ = ["FAMILIES", "Family", "MaskedLM", "Role", "find", "in_table", "transformers_major"]
 
-Role = Literal["base", "layer", "embeddings", "relative_bias", "question_answering", "masked_lm"]
+Role = Literal["base", "layer", "embeddings", "relative_bias_class", "question_answering", "masked_lm_model"]
+"""The fields of a row that name a class."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLM:
-    """Where a masked-LM head keeps decoder(norm(activation(dense(hidden))))."""
+    """Where a masked-LM head, decoder(norm(activation(dense(hidden)))), keeps its parts."""
 
     dense: str
     norm: str
@@ -31,21 +31,20 @@ class MaskedLM:
     activation: str | None = None
     """None: the head calls gelu as a function."""
     counts_items: bool = False
-    """The loss is a sum divided by num_items_in_batch, where a trainer gives that."""
+    """The loss is a sum divided by num_items_in_batch, if a trainer passes that."""
 
     def containers(self) -> tuple[str, ...]:
-        """The modules that hold these four, which the fused loss never calls."""
-        paths = (self.dense, self.norm, self.decoder)
-        return tuple(dict.fromkeys(prefix for path in paths for prefix in _prefixes(path)))
+        """The modules that contain these parts; the fused loss does not call them."""
+        return _containers(self.dense, self.norm, self.decoder)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """One encoder architecture. Paths are attributes of the layer unless said otherwise."""
+    """One encoder architecture. Paths are attributes of the layer unless stated otherwise."""
 
     name: str
-    source: str
-    """Last part of the module the classes are defined in: transformers.models.<source>."""
+    folder: str
+    """The classes are defined in transformers.models.<folder>.modeling_<folder>."""
     base: str
     layer: str
     embeddings: str
@@ -57,24 +56,24 @@ class Family:
     key: str = "attention.self.key"
     value: str = "attention.self.value"
     packed: str | None = None
-    """Path of one linear that gives q, k and v side by side, instead of the three above."""
+    """Path of one linear layer that computes q, k and v side by side, instead of the three above."""
     head_size: str = "attention.self.attention_head_size"
     attention_dropout: str = "attention.self.dropout"
     """A dropout module or a number."""
     attention_dropout_called: bool = False
-    """Stock calls that module, so its own training flag counts; else its probability, while the layer is in training."""
+    """Stock calls that module, so its own training flag counts; else its probability applies while the layer is in training."""
     out: str = "attention.output.dense"
     out_dropout: str | None = "attention.output.dropout"
     attention_norm: str = "attention.output.LayerNorm"
     """After attention and residual; with `pre_norm`: before attention."""
     window: Callable[[Any], int | None] | None = None
-    """How many tokens to each side the given layer sees; None: all."""
+    """How many tokens to each side a given layer attends to; None: all."""
     rotary: str | None = None
-    """Name of the argument that brings (cos, sin)."""
+    """Name of the layer's argument that contains (cos, sin)."""
     relative_bias: str | None = None
-    """Name of the argument that brings a bias (1, heads, length, length), and ..."""
+    """Name of the layer's argument that contains a bias (1, heads, length, length)."""
     relative_bias_class: str | None = None
-    """... the class whose compute_position_bias(hidden) makes it."""
+    """The class whose compute_position_bias(hidden) computes that bias."""
 
     # feed forward
     up: str = "intermediate.dense"
@@ -89,7 +88,7 @@ class Family:
     tuple_until: int = 0
     """Layers return a tuple in transformers up to this major version."""
     since: int = 4
-    """The row describes transformers from this major version on."""
+    """The row applies to transformers from this major version on."""
 
     # embeddings: paths in the embeddings module
     word: str = "word_embeddings"
@@ -104,30 +103,30 @@ class Family:
     pooled: Callable[[Any, Any], Any] = lambda model, hidden: model.pooler(hidden)
     """The pooler's output from hidden states (batch, length, width)."""
     empty_mask: object = None
-    """What the stock base model takes for 'no mask' without building one."""
+    """The attention mask for which the stock base model builds none."""
     pooler_slot_until: int = 0
-    """With return_dict=False the pooler's place is kept, even if it is None, up to this major version of transformers."""
+    """With return_dict=False the output has an element for the pooler, even if None, up to this major version of transformers."""
     span_logits: str = "qa_outputs"
-    """Path in the question-answering model to the module that gives start and end logits."""
+    """Path in the question-answering model of the module that computes start and end logits."""
     masked_lm: MaskedLM | None = None
 
     def projections(self) -> tuple[str, ...]:
-        """The linear layers that give q, k and v."""
+        """The linear layers that compute q, k and v."""
         return (self.packed,) if self.packed else (self.query, self.key, self.value)
 
     def containers(self) -> tuple[str, ...]:
-        """The modules inside a layer that hold the parts, which the fused layer never calls."""
-        paths = (*self.projections(), self.out, self.attention_norm, self.up, self.down, self.down_norm)
-        return tuple(dict.fromkeys(prefix for path in paths for prefix in _prefixes(path)))
+        """The modules inside a layer that contain the parts; the fused layer does not call them."""
+        return _containers(*self.projections(), self.out, self.attention_norm, self.up, self.down, self.down_norm)
 
 
-def _prefixes(path: str) -> Iterator[str]:
-    parts = path.split(".")
-    for end in range(1, len(parts)):
-        yield ".".join(parts[:end])
+def _containers(*paths: str) -> tuple[str, ...]:
+    """Every proper prefix of these paths, once."""
+    prefixes = (path[:end] for path in paths for end, letter in enumerate(path) if letter == ".")
+    return tuple(dict.fromkeys(prefixes))
 
 
-def _row(name: str, source: str, prefix: str, **changes: object) -> Family:
+def _row(name: str, folder: str, prefix: str, **changes: object) -> Family:
+    """A row whose classes begin with `prefix`; `changes` are the fields that differ from BERT's."""
     fields: dict[str, object] = {
         "base": f"{prefix}Model",
         "layer": f"{prefix}Layer",
@@ -135,32 +134,23 @@ def _row(name: str, source: str, prefix: str, **changes: object) -> Family:
         "question_answering": f"{prefix}ForQuestionAnswering",
         "masked_lm_model": f"{prefix}ForMaskedLM",
     }
-    return Family(name=name, source=source, **{**fields, **changes})  # type: ignore[arg-type]
+    return Family(name=name, folder=folder, **{**fields, **changes})  # type: ignore[arg-type]
 
 
 _ROBERTA_HEAD = MaskedLM(dense="lm_head.dense", norm="lm_head.layer_norm", decoder="lm_head.decoder")
 
-_ROBERTA = _row(
-    "RoBERTa",
-    "roberta.modeling_roberta",
-    "Roberta",
-    tuple_until=4,
-    pooler_slot_until=4,
-    positions_after_padding=True,
-    masked_lm=_ROBERTA_HEAD,
-)
-
-
-def _like_roberta(name: str, source: str, prefix: str) -> Family:
-    classes = _row(name, source, prefix)
-    names = ("name", "source", "base", "layer", "embeddings", "question_answering", "masked_lm_model")
-    return dataclasses.replace(_ROBERTA, **{field: getattr(classes, field) for field in names})
+_LIKE_ROBERTA: dict[str, object] = {
+    "tuple_until": 4,
+    "pooler_slot_until": 4,
+    "positions_after_padding": True,
+    "masked_lm": _ROBERTA_HEAD,
+}
 
 
 FAMILIES: tuple[Family, ...] = (
     _row(
         "BERT",
-        "bert.modeling_bert",
+        "bert",
         "Bert",
         tuple_until=4,
         pooler_slot_until=4,
@@ -171,12 +161,12 @@ FAMILIES: tuple[Family, ...] = (
             decoder="cls.predictions.decoder",
         ),
     ),
-    _ROBERTA,
-    _like_roberta("XLM-RoBERTa", "xlm_roberta.modeling_xlm_roberta", "XLMRoberta"),
-    _like_roberta("CamemBERT", "camembert.modeling_camembert", "Camembert"),
+    _row("RoBERTa", "roberta", "Roberta", **_LIKE_ROBERTA),
+    _row("XLM-RoBERTa", "xlm_roberta", "XLMRoberta", **_LIKE_ROBERTA),
+    _row("CamemBERT", "camembert", "Camembert", **_LIKE_ROBERTA),
     _row(
         "ELECTRA",
-        "electra.modeling_electra",
+        "electra",
         "Electra",
         tuple_until=4,
         masked_lm=MaskedLM(
@@ -188,9 +178,9 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _row(
         "RemBERT",
-        "rembert.modeling_rembert",
+        "rembert",
         "RemBert",
-        since=5,  # not tried with earlier ones
+        since=5,  # not tested with earlier versions
         attention_dropout_called=True,
         tuple_until=5,
         pooler_slot_until=5,
@@ -203,11 +193,11 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _row(
         "DistilBERT",
-        "distilbert.modeling_distilbert",
+        "distilbert",
         "DistilBert",
         layer="TransformerBlock",
         embeddings="Embeddings",
-        since=5,  # before, positions could not be given
+        since=5,  # earlier versions have no position_ids argument
         query="attention.q_lin",
         key="attention.k_lin",
         value="attention.v_lin",
@@ -228,7 +218,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _row(
         "MPNet",
-        "mpnet.modeling_mpnet",
+        "mpnet",
         "MPNet",
         tuple_until=5,
         query="attention.attn.q",
@@ -249,7 +239,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _row(
         "ALBERT",
-        "albert.modeling_albert",
+        "albert",
         "Albert",
         tuple_until=4,
         pooler_slot_until=4,
@@ -276,17 +266,17 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _row(
         "ModernBERT",
-        "modernbert.modeling_modernbert",
+        "modernbert",
         "ModernBert",
         layer="ModernBertEncoderLayer",
-        since=5,  # before, rotary angles were made inside attention
+        since=5,  # earlier versions compute rotary angles inside attention
         packed="attn.Wqkv",
         head_size="attn.head_dim",
         attention_dropout="attn.attention_dropout",
         out="attn.Wo",
         out_dropout="attn.out_drop",
         attention_norm="attn_norm",
-        # the module keeps the window with its own token counted
+        # the module's window includes the token itself
         window=lambda layer: None if layer.attn.sliding_window is None else layer.attn.sliding_window - 1,
         rotary="position_embeddings",
         up="mlp.Wi",
@@ -313,14 +303,14 @@ FAMILIES: tuple[Family, ...] = (
 
 @cached
 def find(cls: type[nn.Module]) -> tuple[Family, Role] | None:
-    """The table row and role of a class, if it is one of the table's or inherits its forward unchanged."""
+    """The table row and role of a class, if it is in the table or inherits the forward of one that is."""
     found = in_table(cls)
     return found if found is not None and found[0].since <= transformers_major() else None
 
 
 @cached
 def in_table(cls: type[nn.Module]) -> tuple[Family, Role] | None:
-    """As `find`, also if the row describes a later transformers than this."""
+    """As `find`, but also if the row applies to later versions of transformers only."""
     cls = stock_class(cls)
     owner = next(ancestor for ancestor in cls.__mro__ if "forward" in ancestor.__dict__)
     return _BY_CLASS.get((owner.__module__, owner.__qualname__))
@@ -331,16 +321,8 @@ def transformers_major() -> int:
     return int(metadata.version("transformers").split(".")[0])
 
 
-def _by_class() -> Iterator[tuple[tuple[str, str], tuple[Family, Role]]]:
-    for family in FAMILIES:
-        source = f"transformers.models.{family.source}"
-        yield (source, family.base), (family, "base")
-        yield (source, family.layer), (family, "layer")
-        yield (source, family.embeddings), (family, "embeddings")
-        yield (source, family.question_answering), (family, "question_answering")
-        yield (source, family.masked_lm_model), (family, "masked_lm")
-        if family.relative_bias_class is not None:
-            yield (source, family.relative_bias_class), (family, "relative_bias")
-
-
-_BY_CLASS: dict[tuple[str, str], tuple[Family, Role]] = dict(_by_class())
+_BY_CLASS: dict[tuple[str, str], tuple[Family, Role]] = {
+    (f"transformers.models.{family.folder}.modeling_{family.folder}", getattr(family, role)): (family, role)
+    for family in FAMILIES
+    for role in get_args(Role)
+}

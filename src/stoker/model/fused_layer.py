@@ -1,7 +1,8 @@
 """The fused transformer layer: one forward for every family of the table.
 
-It reads the weights of the stock modules and calls the native kernels over packed rows. Where a module is not what it seems
-(wrapped by LoRA, hooked, parametrised), that module is called instead and its neighbours stay fused.
+It reads the weights of the stock modules and calls the native kernels over packed rows (tokens, width). A module that is
+wrapped (LoRA), hooked or parametrized is called instead, and its neighbours stay fused. Shape suffixes: T tokens, H hidden
+size, F feed-forward size.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from stoker.kernels.linear import linear, linear_packed
 from stoker.kernels.norm import dropout_add_layer_norm, layer_norm
 from stoker.model.class_swap import Optimized, child, named, plain, stock_wanted
 from stoker.model.families import Family, transformers_major
-from stoker.model.leaf_modules import activation_kind
+from stoker.model.leaf_modules import activation_kind, only_gathers
 from stoker.model.sequences import Sequences, ambient, attach
 
 __all__ = ["FusedEmbeddings", "FusedLayer", "RelativeBias"]
@@ -31,13 +32,13 @@ class FusedLayer(Optimized):
     stoker_part = "fused layer"
 
     def stoker_called(self) -> list[nn.Module]:
-        """The modules inside that run on their own."""
+        """The modules inside that are called instead of read."""
         return _Parts(self, self.stoker_row, self.stoker_settings.fuse).called()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "stoker_sequences" in kwargs:
             return super().__call__(*args, **kwargs)
-        hidden = args[0] if args else next(iter(kwargs.values()))
+        hidden: Any = args[0] if args else next(iter(kwargs.values()), None)
         if (sequences := ambient(hidden)) is None:
             return super().__call__(*args, **kwargs)
         # as an argument, so that the layer's own activation checkpointing keeps it
@@ -65,14 +66,14 @@ def _post_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, A
     x_TH = m.add_norm(y_TH, bias, x_TH, row.out_dropout, row.attention_norm)
     inner_TF = m.dropout(row.inner_dropout, _activated(m, x_TH))
     y_TH, bias = m.project(row.down, inner_TF)
-    return m.add_norm(y_TH, bias, x_TH, row.down_dropout, row.down_norm)
+    return m.add_norm(y_TH, bias, x_TH, row.down_dropout, row.down_norm)  # type: ignore[no-any-return]
 
 
 def _pre_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
     row = m.row
     context_TH = _attend(m, m.norm(row.attention_norm, x_TH), sequences, extra)
     y_TH, bias = m.project(row.out, context_TH)
-    normed_TH, x_TH = m.add_norm_sum(y_TH, bias, x_TH, row.out_dropout, row.down_norm)
+    normed_TH, x_TH = m.add_norm(y_TH, bias, x_TH, row.out_dropout, row.down_norm, sum=True)
     inner_TF = m.dropout(row.inner_dropout, _activated(m, normed_TH))
     y_TH, bias = m.project(row.down, inner_TF)
     y_TH = y_TH if bias is None else y_TH + bias.to(y_TH.dtype)
@@ -81,7 +82,7 @@ def _pre_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, An
 
 def _attend(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
     row, layer = m.row, m.layer
-    qkv = m.side_by_side(row.projections(), x_TH)
+    qkv = m.project_together(row.projections(), x_TH)
     window = row.window(layer) if row.window else None
     rotary = extra.get(row.rotary) if row.rotary else None
     bias = extra.get(row.relative_bias) if row.relative_bias else None
@@ -90,7 +91,7 @@ def _attend(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]
         sequences.cu_seqlens,
         qkv.shape[1] // (3 * child(layer, row.head_size)),
         window=None if window is None else (window, window),
-        # stock gives both halves of the angles, which are the same; the kernel wants fp32, whatever the parameters are
+        # stock passes both halves of the angles, which are equal; the kernel needs fp32, whatever the parameters are
         rotary=None if rotary is None else tuple(part[0, :, : part.shape[-1] // 2].float() for part in rotary),
         bias=None if bias is None else bias.squeeze(0).float(),
         dropout_p=_attention_dropout(m),
@@ -121,19 +122,20 @@ def _activated(m: _Parts, x_TH: Tensor) -> Tensor:
 
 
 class _Parts:
-    """The modules of one layer, each used through its weights where that is the same as calling it."""
+    """The modules of one layer, each used through its weights where that is equivalent to calling it."""
 
     def __init__(self, layer: nn.Module, row: Family, fuse: bool) -> None:
         self.layer, self.row, self.fuse = layer, row, fuse
 
     def project(self, path: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x W^T, and the bias that is still to be added, which the next kernel does in passing."""
+        """x W^T, and the bias that the next kernel still has to add."""
         module = child(self.layer, path)
         if self.fuse and plain(module, nn.Linear):
             return linear(x, module.weight), module.bias
         return _call(module, x), None
 
-    def side_by_side(self, paths: tuple[str, ...], x: Tensor) -> Tensor:
+    def project_together(self, paths: tuple[str, ...], x: Tensor) -> Tensor:
+        """The projections of `x` by several linear layers side by side, as one product."""
         modules = [child(self.layer, path) for path in paths]
         if self.fuse and _alike(modules):
             biases = [module.bias for module in modules if module.bias is not None]
@@ -142,29 +144,23 @@ class _Parts:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def add_norm(
-        self, y: Tensor, bias: Tensor | None, residual: Tensor, dropout_path: str | None, norm_path: str
-    ) -> Tensor:
-        """norm(residual + dropout(y + bias))"""
+        self,
+        y: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        dropout_path: str | None,
+        norm_path: str,
+        sum: bool = False,
+    ) -> Any:
+        """norm(s), or with `sum` norm(s) and s, where s = residual + dropout(y + bias)"""
         norm, p = child(self.layer, norm_path), self.probability(dropout_path)
         if self.fuse and p is not None and _weighted(norm):
-            result: Tensor = dropout_add_layer_norm(
-                y, residual, norm.weight, norm.bias, x_bias=bias, p=p, eps=norm.eps, training=p > 0.0
+            return dropout_add_layer_norm(
+                y, residual, norm.weight, norm.bias, x_bias=bias, p=p, eps=norm.eps, training=p > 0.0, return_sum=sum
             )
-            return result
-        return _call(norm, self.add(y, bias, residual, dropout_path))
-
-    def add_norm_sum(
-        self, y: Tensor, bias: Tensor | None, residual: Tensor, dropout_path: str | None, norm_path: str
-    ) -> tuple[Tensor, Tensor]:
-        """norm(s) and s, where s = residual + dropout(y + bias)"""
-        norm, p = child(self.layer, norm_path), self.probability(dropout_path)
-        if self.fuse and p is not None and _weighted(norm):
-            normed, total = dropout_add_layer_norm(
-                y, residual, norm.weight, norm.bias, x_bias=bias, p=p, eps=norm.eps, training=p > 0.0, return_sum=True
-            )
-            return normed, total
         total = self.add(y, bias, residual, dropout_path)
-        return _call(norm, total), total
+        normed = _call(norm, total)
+        return (normed, total) if sum else normed
 
     def add(self, y: Tensor, bias: Tensor | None, residual: Tensor, dropout_path: str | None) -> Tensor:
         y = y if bias is None else y + bias.to(y.dtype)
@@ -192,7 +188,7 @@ class _Parts:
         return float(module.p) if module.training else 0.0
 
     def called(self) -> list[nn.Module]:
-        """The modules that are called, because reading their weights would not do; the others the fused layer passes by."""
+        """The modules that are called, because reading their weights would not be equivalent."""
         row = self.row
         qkv = [child(self.layer, path) for path in row.projections()]
         called = [] if _alike(qkv) else qkv
@@ -221,7 +217,7 @@ def _weighted(norm: Any) -> bool:
 
 
 def _call(module: nn.Module, x: Tensor) -> Tensor:
-    """Calls a module that is not Stoker's in the type of its parameters, which need not be that of the activations."""
+    """Calls a foreign module in the type of its parameters, which may differ from that of the activations."""
     if isinstance(module, Optimized):
         return module(x)  # type: ignore[no-any-return]
     parameter = next(module.parameters(), x)
@@ -234,7 +230,7 @@ class FusedEmbeddings(Optimized):
     stoker_part = "fused embeddings"
 
     def stoker_called(self) -> list[nn.Module]:
-        """The modules inside that run on their own: none, or all if one of them cannot be read."""
+        """The modules inside that are called instead of read: none, or all if one of them cannot be read."""
         return [] if self._readable() else list(self.children())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -268,33 +264,28 @@ class FusedEmbeddings(Optimized):
             return False
         if (row.position is not None and "position_ids" not in call) or not self._readable():
             return False
-        # The kernel knows the padding index of the word table only. RoBERTa's position table has one too, which matters
-        # when a padding token counts as real.
+        # The kernel handles the padding index of the word table only. RoBERTa's position table has one too, which matters
+        # if a padding token is not masked.
         padding = child(self, row.position).padding_idx if row.position else None
         return padding is None or not bool((call["position_ids"] == padding).any())
 
     def _readable(self) -> bool:
         row: Family = self.stoker_row
         tables = [child(self, path) for path in (row.word, row.position, row.token_type) if path is not None]
-        if not all(plain(table, nn.Embedding) and _simple(table) for table in tables):
+        if not all(plain(table, nn.Embedding) and _readable_table(table) for table in tables):
             return False
         norm, drop = child(self, row.embedding_norm), child(self, row.embedding_dropout)
         one_type = len({table.weight.dtype for table in tables}) == 1
         return one_type and _weighted(norm) and plain(drop, nn.Dropout)
 
 
-def _simple(table: Any) -> bool:
-    return (
-        table.max_norm is None
-        and not table.scale_grad_by_freq
-        and not table.sparse
-        and table.weight.device.type == "cpu"
-        and table.weight.dtype in (torch.float32, torch.bfloat16)
-    )
+def _readable_table(table: Any) -> bool:
+    weight = table.weight
+    return only_gathers(table) and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
 
 
 class RelativeBias(Optimized):
-    """Override of an encoder that makes a position bias: one for the longest sequence serves all of them."""
+    """Override of an encoder that makes a position bias: the one of the longest sequence serves all of them."""
 
     stoker_part = "relative position bias"
 

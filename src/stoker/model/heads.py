@@ -1,7 +1,7 @@
-"""Heads that profit from knowing the sequences: question answering and masked LM. All others work on the repadded output.
+"""Overrides of two heads: question answering and masked LM. All other heads work on the output with padding as they are.
 
-Question answering: logits at padding are set so low that no softmax counts them, as if there were no padding. Masked LM:
-the loss comes from the labelled rows alone, without the (tokens, vocabulary) matrix; logits are computed when looked at.
+Question answering: logits at padding are set so low that the softmax ignores them, as if there were no padding. Masked LM:
+the loss is computed from the labelled rows only, without the (tokens, vocabulary) matrix; logits are computed on demand.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from stoker.model.sequences import HeadCall, running, seen_by_head
 __all__ = ["MaskedLMModel", "QuestionAnsweringModel", "SpanLogits"]
 
 NEVER = -1.0e4
-"""A logit whose exponential is zero beside any other, yet small enough that a label which points there gives a finite loss."""
+"""A logit whose exponential is zero beside any other; a label that points to it still gives a finite loss."""
 
 IGNORED = -100
 
 
 class QuestionAnsweringModel(Optimized):
-    """Override of a question-answering model: lets its span logits see the sequences of the base model's call."""
+    """Override of a question-answering model: gives its span logits access to the sequences of the base model's call."""
 
     stoker_part = "question-answering head"
     stoker_model = True
@@ -43,7 +43,7 @@ class QuestionAnsweringModel(Optimized):
 
 
 class SpanLogits(Optimized):
-    """Override of the module that gives start and end logits (batch, length, 2)."""
+    """Override of the module that computes start and end logits (batch, length, 2)."""
 
     stoker_part = "span logits"
 
@@ -56,13 +56,13 @@ class SpanLogits(Optimized):
 
 
 class MaskedLMModel(Optimized):
-    """Override of a masked-LM model: in training with labels, the loss of the labelled rows only."""
+    """Override of a masked-LM model: in training with labels, computes the loss from the labelled rows only."""
 
     stoker_part = "masked-LM loss"
     stoker_model = True
 
     def stoker_read(self) -> list[nn.Module]:
-        """The modules whose weights a training step reads in place of calling them; none if the head is not plain."""
+        """The modules whose weights a training step reads instead of calling them; none if the head cannot be read."""
         head: MaskedLM | None = self.stoker_row.masked_lm
         if head is None or not _stock_loss(self, head) or not _is_plain(self, head):
             return []
@@ -92,7 +92,7 @@ class MaskedLMModel(Optimized):
         )
 
     def _labelled(self, call: dict[str, Any]) -> Tensor | None:
-        """Flat positions that have a label; None if this call is to run as stock does."""
+        """The flat positions that have a label; None if this call has to run as stock does."""
         row: Family = self.stoker_row
         if not (self.training and torch.is_grad_enabled() and "labels" in call):
             return None
@@ -107,7 +107,7 @@ class MaskedLMModel(Optimized):
 
 
 def _stock_loss(model: Any, head: MaskedLM) -> bool:
-    """Whether the loss is the mean cross entropy of the labelled tokens, and not one that its owner has put in place."""
+    """Whether the loss is transformers' own: the mean cross entropy of the labelled tokens."""
     if getattr(model.config, "sparse_prediction", False) or hasattr(model, "_loss_function"):
         return False
     if head.counts_items and getattr(model, "loss_type", "ForMaskedLM") != "ForMaskedLM":
@@ -121,7 +121,7 @@ def _stock_loss(model: Any, head: MaskedLM) -> bool:
 
 
 def _is_plain(model: nn.Module, head: MaskedLM) -> bool:
-    """Whether the head's weights can be read in place of calling it."""
+    """Whether reading the head's weights is equivalent to calling it."""
     decoder = child(model, head.decoder)
     return (
         all(unhooked(child(model, path)) for path in head.containers())
@@ -142,7 +142,7 @@ def _features(model: nn.Module, head: MaskedLM, hidden: Tensor) -> Tensor:
 
 
 def lazy_output(loss: Tensor, logits: Callable[[], Tensor], **others: Any) -> Any:
-    """A MaskedLMOutput whose logits are computed when they are first looked at."""
+    """A MaskedLMOutput whose logits are computed when they are first accessed."""
     output = _lazy_output_class()(loss=loss, **others)
     object.__setattr__(output, "_compute_logits", logits)
     return output
@@ -153,7 +153,7 @@ def _lazy_output_class() -> type[Any]:
     from transformers.modeling_outputs import MaskedLMOutput
 
     class LazyMaskedLMOutput(MaskedLMOutput):  # type: ignore[misc]
-        """Reading the loss costs nothing more; anything that would show the logits makes them first."""
+        """Reading the loss computes nothing; anything that would show the logits computes them first."""
 
         def _complete(self) -> None:
             compute = self.__dict__.pop("_compute_logits", None)
@@ -202,7 +202,7 @@ def _lazy_output_class() -> type[Any]:
             return super().items()
 
         def __reduce__(self) -> Any:
-            """Copied and pickled as what it stands for, logits included: how they are computed cannot be written down."""
+            """Copied and pickled as a MaskedLMOutput with its logits, because the function that computes them cannot be."""
             return MaskedLMOutput, tuple(dict(self.items()).get(field.name) for field in dataclasses.fields(self))
 
         def get(self, key: Any, default: Any = None) -> Any:

@@ -1,8 +1,8 @@
-"""Single modules of any model: dropout, norms, activations, linear and embedding through the native kernels.
+"""Overrides of leaf modules of any model: dropout, norms, activations, linear and embedding by the native kernels.
 
-Each override takes the calls its kernel is made for and leaves the others to the stock forward: another device or type, a
-caller that is being compiled (the compiler fuses by itself) or transformed, or an input so small that the detour costs more
-than it saves.
+Each override runs its kernel where that is possible and faster. Other calls run the stock forward: another device or type,
+compiled code (the compiler fuses by itself), tracing and transforms, and inputs so small that a kernel call costs more than
+it saves.
 """
 
 from __future__ import annotations
@@ -17,27 +17,19 @@ from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding
 from stoker.kernels.linear import linear
 from stoker.kernels.norm import layer_norm, rms_norm
-from stoker.model.class_swap import Optimized, Settings, stock_class, stock_wanted, swap_class
+from stoker.model.class_swap import Optimized, stock_class, stock_wanted
 
-__all__ = ["LeafDropout", "activation_kind", "kernel_for", "swap_leaf"]
+__all__ = ["LeafDropout", "activation_kind", "kernel_for", "only_gathers"]
 
-# Below these a call through the native kernel's autograd (tens of microseconds) costs more than it saves.
+# Below these sizes the overhead of a kernel's autograd function (tens of microseconds) is more than it saves.
 SMALL_ELEMENTS = 1 << 14
 SMALL_PRODUCT = 1 << 22
 
 _TYPES = (torch.float32, torch.bfloat16)
 
 
-def swap_leaf(module: nn.Module, settings: Settings) -> bool:
-    """Swaps `module` if it is a leaf with a kernel; True if it did."""
-    override = kernel_for(module)
-    if override is not None:
-        swap_class(module, override, settings)
-    return override is not None
-
-
 def kernel_for(module: nn.Module) -> type[Optimized] | None:
-    """The override for a leaf, None if there is none."""
+    """The override for a leaf module, None if there is none."""
     cls = type(module)
     if cls is nn.Linear:
         return LeafLinear
@@ -47,14 +39,14 @@ def kernel_for(module: nn.Module) -> type[Optimized] | None:
         one_dimension = len(module.normalized_shape) == 1 and module.elementwise_affine  # type: ignore[arg-type]
         return LeafLayerNorm if one_dimension else None
     if cls is nn.Embedding:
-        return LeafEmbedding if _gathers_only(module) else None
-    if activation_kind(module) not in (None, "relu"):  # torch's own ReLU is as fast as memory
+        return LeafEmbedding if only_gathers(module) else None
+    if activation_kind(module) not in (None, "relu"):  # torch's own ReLU is limited by memory bandwidth already
         return LeafActivation
     return LeafRMSNorm if _is_rms_norm(module) else None
 
 
 def _native(x: Any, *parameters: Tensor | None) -> bool:
-    """Whether the kernels can take this call at all."""
+    """Whether the kernels support this call at all."""
     return (
         isinstance(x, Tensor)
         and type(x) in (Tensor, nn.Parameter)
@@ -74,18 +66,18 @@ class LeafLinear(Optimized):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
         if not _native(input, self.weight, self.bias) or input.dim() == 0 or input.shape[-1] != self.weight.shape[1]:
-            return super().forward(input)  # type: ignore[no-any-return]
+            return super().forward(input)
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             if dtype != torch.bfloat16:
-                return super().forward(input)  # type: ignore[no-any-return]
+                return super().forward(input)
             input = input.to(dtype)
         elif input.dtype == torch.float32 != self.weight.dtype:
-            return super().forward(input)  # type: ignore[no-any-return]  # stock's error: the owner cast the weights only
+            return super().forward(input)  # raises stock's error: only the weights were cast
         elif input.dtype == self.weight.dtype and input.numel() * self.weight.shape[0] < SMALL_PRODUCT:
-            return super().forward(input)  # type: ignore[no-any-return]
+            return super().forward(input)
         return linear(input, self.weight, self.bias)
 
 
@@ -94,10 +86,10 @@ class LeafDropout(Optimized):
 
     p: float
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
         if self.training and self.p > 0.0 and _native(input) and input.numel() >= SMALL_ELEMENTS:
             return dropout(input, self.p)
-        return super().forward(input)  # type: ignore[no-any-return]
+        return super().forward(input)
 
 
 class LeafLayerNorm(Optimized):
@@ -107,8 +99,8 @@ class LeafLayerNorm(Optimized):
     bias: nn.Parameter | None
     eps: float
 
-    def forward(self, input: Tensor) -> Tensor:
-        # In fp32 there is nothing to fuse, and torch's own is somewhat quicker (docs/kernels.md).
+    def forward(self, input: Tensor) -> Any:
+        # In fp32 there is nothing to fuse, and torch's own is slightly faster (docs/kernels.md).
         if (
             _native(input, self.weight, self.bias)
             and input.dtype == torch.bfloat16
@@ -116,7 +108,7 @@ class LeafLayerNorm(Optimized):
             and input.shape[-1] == self.weight.shape[0]
         ):
             return layer_norm(input, self.weight, self.bias, self.eps)
-        return super().forward(input)  # type: ignore[no-any-return]
+        return super().forward(input)
 
 
 class LeafEmbedding(Optimized):
@@ -125,7 +117,7 @@ class LeafEmbedding(Optimized):
     weight: nn.Parameter
     padding_idx: int | None
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
         if (
             _native(self.weight)
             and type(input) is Tensor
@@ -133,22 +125,22 @@ class LeafEmbedding(Optimized):
             and input.device.type == "cpu"
             and input.numel() * self.weight.shape[1] >= SMALL_ELEMENTS
         ):
-            rows: Tensor = embedding(input, self.weight, self.padding_idx)
-            return rows
-        return super().forward(input)  # type: ignore[no-any-return]
+            return embedding(input, self.weight, self.padding_idx)
+        return super().forward(input)
 
 
-def _gathers_only(table: Any) -> bool:
+def only_gathers(table: Any) -> bool:
+    """Whether looking rows up is all that this embedding does."""
     return table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
 
 
 class LeafActivation(Optimized):
     stoker_part = "activation"
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
         if _native(input) and input.numel() >= SMALL_ELEMENTS and (kind := activation_kind(self)) is not None:
             return bias_activation(input, None, kind)
-        return super().forward(input)  # type: ignore[no-any-return]
+        return super().forward(input)
 
 
 _ACTIVATIONS = {
@@ -160,7 +152,7 @@ _ACTIVATIONS = {
     "AccurateGELUActivation": "gelu_tanh",
     "SiLUActivation": "silu",
 }
-"""transformers' activation classes whose formula is one of the kernels'; their variants differ in rounding only."""
+"""transformers' activation classes whose formula a kernel implements; variants differ in rounding only."""
 
 
 def activation_kind(module: Any) -> str | None:
@@ -186,7 +178,7 @@ class LeafRMSNorm(Optimized):
 
     weight: nn.Parameter
 
-    # Such norms are other people's: their argument has any name, and there may be more than one.
+    # These norms are defined by models: the argument may have any name, and there may be several.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         eps, input = _rms_eps(self), args[0] if args else None
         if (
@@ -210,7 +202,7 @@ def _rms_eps(module: nn.Module) -> float | None:
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Many models bring an RMSNorm of their own, and some mean another formula: the module itself is asked, on two rows."""
+    """Many models define their own RMSNorm, some with another formula, so the module is tried on two rows."""
     name, eps = type(module).__name__, _rms_eps(module)
     if not (name.endswith("RMSNorm") or name == "T5LayerNorm") or eps is None:
         return False
@@ -223,7 +215,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
     with torch.no_grad():
         expected = probe * torch.rsqrt(probe.square().mean(-1, keepdim=True) + eps) * weight
         try:
-            # its forward alone: hooks are not to see a probe
+            # its forward only: hooks must not see a probe
             return torch.allclose(type(module).forward(module, probe), expected, rtol=1e-4, atol=1e-5)
-        except Exception:  # other people's code may raise anything; then it is not the formula
+        except Exception:  # foreign code may raise anything; then it is not this formula
             return False

@@ -1,6 +1,6 @@
-"""Memory stays mapped: glibc keeps what a step frees, so that the next step does not fault it in again.
+"""Allocator settings: glibc keeps the memory that a step frees mapped, so that the next step causes no page faults for it.
 
-Process-wide settings, made once. Freed memory stays with the process (its peak does not grow, it only is not given back).
+The settings apply to the whole process and are made once. Freed memory is not returned to the system; the peak stays the same.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ __all__ = ["keep_mapped", "minor_faults"]
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h
 _TOP_PAD = 256 << 20  # the heap grows in pieces of this size: few system calls, little waste
-_PRIMITIVES = "256"  # a training run with dynamic lengths meets thousands of shapes; oneDNN would keep 1,024 of them
+_PRIMITIVES = "256"  # training with dynamic lengths uses thousands of shapes; oneDNN would cache 1,024 of them
 
 
 @functools.cache
 def keep_mapped() -> str:
-    """Sets glibc's thresholds and bounds oneDNN's cache of shapes; says what was done. Does nothing the second time."""
-    # oneDNN reads this once, when it is first used; torch exports no function to change it afterwards.
+    """Sets glibc's thresholds and limits oneDNN's cache of shapes, once; returns what was done, for the report."""
+    # oneDNN reads this variable when it is first used; torch has no function to change it afterwards.
     shapes = os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRIMITIVES)
-    return f"{_keep_mapped()}; oneDNN keeps {shapes} shapes at most, unless it was in use before"
+    return f"{_keep_mapped()}; oneDNN caches at most {shapes} shapes, unless it was already in use"
 
 
 def _keep_mapped() -> str:
     if preloaded := _other_allocator():
-        return f"left to {preloaded}, which is preloaded"
+        return f"left alone: {preloaded} is preloaded"
     if platform.libc_ver()[0] != "glibc":
         return "left alone: the C library is not glibc"
     # mallopt takes an int; -1 becomes the largest size, "never trim"
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, _TOP_PAD))
     mallopt = ctypes.CDLL(None).mallopt
     if not all(mallopt(option, value) for option, value in settings):
-        return "left alone: mallopt refused"
+        return "left alone: mallopt failed"
     return "glibc keeps freed memory mapped"
 
 
@@ -45,5 +45,5 @@ def _other_allocator() -> str | None:
 
 
 def minor_faults() -> int:
-    """Page faults of this process so far that needed no disk; the difference over a step should be below 1,000."""
+    """Minor page faults of this process so far; a steady training step should add fewer than 1,000."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,7 +1,7 @@
-"""What `optimize` did to a model, what it left alone, and why: read off the modules as they are now.
+"""What `optimize` did to a model, what it left alone, and why, read from the modules as they are now.
 
-Only what a training step runs is counted. A fused layer reads the weights of the modules inside it in place of calling them,
-so those are part of it, and a linear layer or a norm is listed where it runs on its own.
+Only modules that a training step calls are counted. A fused layer reads the weights of the modules inside it instead of
+calling them, so those are part of it; a linear layer or a norm is listed only where it is called.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from stoker.model.class_swap import Optimized, Settings, stock_class
-from stoker.model.families import FAMILIES, find, in_table
+from stoker.model.families import FAMILIES, find, in_table, transformers_major
 from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias
 from stoker.model.heads import MaskedLMModel, QuestionAnsweringModel, SpanLogits
 from stoker.model.leaf_modules import LeafDropout, kernel_for
@@ -25,7 +25,7 @@ __all__ = ["Notes", "Report", "any_optimized", "forget", "keep_switches", "note"
 
 @dataclass(frozen=True)
 class Notes:
-    """What cannot be read off the modules."""
+    """What cannot be read from the modules."""
 
     precision: str = ""
     memory: str = ""
@@ -34,7 +34,7 @@ class Notes:
 
 
 _NOTES: WeakKeyDictionary[nn.Module, Notes] = WeakKeyDictionary()
-"""Cache of the notes of each model that `optimize` was called on."""
+"""The notes of each model that `optimize` was called on."""
 
 
 def note(model: nn.Module, notes: Notes) -> None:
@@ -42,33 +42,33 @@ def note(model: nn.Module, notes: Notes) -> None:
 
 
 def switches(model: nn.Module) -> Settings | None:
-    """What a script has called `optimize` with on this model; None if it has not, or if that was undone."""
+    """The switches that a script called `optimize` with on this model; None if it did not, or if that was undone."""
     return (_NOTES.get(model) or Notes()).switches
 
 
-def keep_switches(model: nn.Module, asked: Settings | None) -> None:
-    """Makes `switches` return `asked`, after a call of `optimize` that was not the script's own."""
-    _NOTES[model] = replace(_NOTES[model], switches=asked)
+def keep_switches(model: nn.Module, own: Settings | None) -> None:
+    """Makes `switches` return the script's own ones again after another call of `optimize`."""
+    _NOTES[model] = replace(_NOTES[model], switches=own)
 
 
 def any_optimized() -> bool:
-    """Whether `optimize` was called on a model that is still there."""
+    """Whether `optimize` was called on a model that still exists."""
     return bool(_NOTES)
 
 
 def forget(model: nn.Module, *, optimizer: bool) -> None:
-    """Drops the notes that a restored model no longer bears out; the one on the optimizer only if it was restored too."""
+    """Drops the notes that do not apply to a restored model; the one on the optimizer only if that was restored too."""
     if (notes := _NOTES.get(model)) is not None:
         _NOTES[model] = Notes(memory=notes.memory, optimizer="" if optimizer else notes.optimizer)
 
 
 @dataclass(frozen=True)
 class Report:
-    """See `stoker.report`."""
+    """The result of `stoker.report`."""
 
     model: str
     applied: tuple[tuple[str, str, int], ...]
-    """(part, stock class, how many modules)."""
+    """(part, stock class, number of modules)."""
     left_alone: tuple[tuple[str, str], ...]
     """(what, why)."""
     precision: str
@@ -86,28 +86,28 @@ class Report:
 
 def report(model: nn.Module) -> Report:
     """What `stoker.optimize` applied to `model`, what it left alone, and why. `print` shows it as a table."""
-    running = list(_running(model, any(_open(module) for module in model.modules())))
+    called = list(_called(model, any(map(_runs_padding_free, model.modules()))))
     counts = Counter(
-        (_part(module), stock_class(type(module)).__name__) for module in running if isinstance(module, Optimized)
+        (_part(module), stock_class(type(module)).__name__) for module in called if isinstance(module, Optimized)
     )
     notes = _NOTES.get(model, Notes())
     settings = notes.switches or next((m.stoker_settings for m in model.modules() if isinstance(m, Optimized)), None)
     return Report(
         model=stock_class(type(model)).__name__,
         applied=tuple((part, cls, count) for (part, cls), count in counts.items()),
-        left_alone=tuple(_left_alone(model, running, settings)),
+        left_alone=tuple(_left_alone(model, called, settings)),
         precision=notes.precision,
         memory=notes.memory,
         optimizer=notes.optimizer,
     )
 
 
-def _open(module: nn.Module) -> bool:
+def _runs_padding_free(module: nn.Module) -> bool:
     return isinstance(module, PaddingFreeModel) and always_stock(module) is None
 
 
-def _running(module: nn.Module, door: bool, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
-    """`module` and those inside it that a training step runs, each once. `door`: whether a base model is padding-free."""
+def _called(module: nn.Module, padding_free: bool, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """`module` and those inside it that a training step calls, each once. `padding_free`: whether the base model is."""
     seen = set() if seen is None else seen
     if module in seen:
         return
@@ -115,12 +115,12 @@ def _running(module: nn.Module, door: bool, seen: set[nn.Module] | None = None) 
     inside: list[nn.Module] = list(module.children())
     runs = True
     if isinstance(module, PaddingFreeModel):
-        runs = door = _open(module)
+        runs = padding_free = _runs_padding_free(module)
     elif isinstance(module, (FusedLayer, FusedEmbeddings)):
-        inside = module.stoker_called() if door else inside
-        runs = door and not (isinstance(module, FusedEmbeddings) and inside)
+        inside = module.stoker_called() if padding_free else inside
+        runs = padding_free and not (isinstance(module, FusedEmbeddings) and inside)
     elif isinstance(module, (RelativeBias, QuestionAnsweringModel, SpanLogits)):
-        runs = door
+        runs = padding_free
     elif isinstance(module, MaskedLMModel):
         read = module.stoker_read()
         seen.update(read)
@@ -130,7 +130,7 @@ def _running(module: nn.Module, door: bool, seen: set[nn.Module] | None = None) 
     if runs:
         yield module
     for one in inside:
-        yield from _running(one, door, seen)
+        yield from _called(one, padding_free, seen)
 
 
 def _part(module: Optimized) -> str:
@@ -141,53 +141,53 @@ def _part(module: Optimized) -> str:
     return module.stoker_part
 
 
-def _left_alone(model: nn.Module, running: list[nn.Module], switches: Settings | None) -> Iterator[tuple[str, str]]:
+def _left_alone(model: nn.Module, called: list[nn.Module], switches: Settings | None) -> Iterator[tuple[str, str]]:
     if switches is None:
-        yield "everything", "stoker.optimize was not called on this model, or was undone"
+        yield "everything", "stoker.optimize was not called on this model, or it was undone"
         return
     if not switches.unpad and not switches.fuse:
         yield "everything but memory and optimizer", "unpad=False and fuse=False"
         return
     yield from _whole_parts(model, switches)
     why = {}
-    for module in running:
+    for module in called:
         if not isinstance(module, Optimized) and (switches.fuse or kernel_for(module) is None) and _computes(module):
             missing = kernel_for(module) is None
             why[module] = (
-                "no kernel for this kind of module" if missing else "newer than the last call of stoker.optimize"
+                "there is no kernel for this class" if missing else "added after the last call of stoker.optimize"
             )
     for (cls, reason), count in Counter((type(module).__name__, reason) for module, reason in why.items()).items():
         yield f"{count} x {cls}", reason
 
 
 def _whole_parts(model: nn.Module, switches: Settings) -> Iterator[tuple[str, str]]:
-    doors = [module for module in model.modules() if isinstance(module, PaddingFreeModel)]
-    if not doors:
-        yield "padding, attention, fused layers", _why_no_door(model)
-    for door in doors:
-        name, always = stock_class(type(door)).__name__, always_stock(door)
+    bases = [module for module in model.modules() if isinstance(module, PaddingFreeModel)]
+    if not bases:
+        yield "padding, attention, fused layers", _why_no_base_model(model)
+    for base in bases:
+        name, always = stock_class(type(base)).__name__, always_stock(base)
         if always is not None:
             yield f"every call of {name}", always
-        yield from ((f"a call of {name}", reason) for reason in stock_calls(door) if reason != always)
-    if doors and not switches.unpad:
-        yield "batches with padding", "unpad=False: their attention and layers run as stock does"
+        yield from ((f"a call of {name}", reason) for reason in stock_calls(base) if reason != always)
+    if bases and not switches.unpad:
+        yield "batches with padding", "unpad=False: their attention and layers run as in stock transformers"
     if not switches.fuse:
         yield "kernels", "fuse=False"
-    if not switches.fuse_loss and any((row := find(type(m))) and row[1] == "masked_lm" for m in model.modules()):
+    if not switches.fuse_loss and any((row := find(type(m))) and row[1] == "masked_lm_model" for m in model.modules()):
         yield "masked-LM loss", "fuse_loss=False"
 
 
-def _why_no_door(model: nn.Module) -> str:
-    known = next((found[0] for module in model.modules() if (found := in_table(type(module)))), None)
-    if known is None:
+def _why_no_base_model(model: nn.Module) -> str:
+    found = [match[0] for module in model.modules() if (match := in_table(type(module)))]
+    if not found:
         families = ", ".join(family.name for family in FAMILIES)
-        return f"{type(model).__name__} is of no family in the table ({families}); they run as stock does"
-    if find_row := next((found[0] for module in model.modules() if (found := find(type(module)))), None):
-        return f"layers of {find_row.name} without its base model run as stock does"
-    return f"{known.name} runs as stock does before transformers {known.since}"
+        return f"{type(model).__name__} is of no family in the table ({families})"
+    if supported := [row for row in found if row.since <= transformers_major()]:
+        return f"layers of {supported[0].name} are fused only inside its base model"
+    return f"{found[0].name} needs transformers {found[0].since} or later"
 
 
 def _computes(module: nn.Module) -> bool:
-    """Whether a module has weights of its own to multiply or look up, and does not only pass them on to others."""
+    """Whether a module has weights of its own to multiply or look up, and does not only pass them to other modules."""
     own = list(module.parameters(recurse=False))
     return bool(own) and (not list(module.children()) or any(parameter.dim() > 1 for parameter in own))

@@ -1,4 +1,4 @@
-"""torch's own optimizers turned to their fused forms, in place: schedulers, state and param groups stay what they are."""
+"""Switches torch's own optimizers to their fused implementation in place: schedulers, state and param groups are kept."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["fuse", "unfuse"]
 _FUSABLE = (Adam, AdamW, SGD, Adagrad)
 
 _STOCK_FLAGS: WeakKeyDictionary[Optimizer, list[tuple[Any, Any]]] = WeakKeyDictionary()
-"""Cache of the (fused, foreach) flags each optimizer came with: its defaults first, then its groups."""
+"""Cache of the original (fused, foreach) flags of each optimizer: its defaults first, then its groups."""
 
 
 def fuse(optimizer: Any, sparse: Collection[Tensor] = ()) -> str:
-    """Turns `optimizer` to its fused form if it has one; says what was done, or why not.
+    """Switches `optimizer` to its fused implementation if it has one; returns what was done, or why not, for the report.
 
-    `sparse` are the parameters whose gradients will be sparse, which no fused form takes.
+    `sparse`: the parameters whose gradients will be sparse, which no fused implementation accepts.
     """
     inner = _unwrapped(optimizer)
     name = type(inner).__name__
     if reason := _why_not(inner, {id(parameter) for parameter in sparse}):
         return f"{name} left alone: {reason}"
     if all(group.get("fused") for group in inner.param_groups):
-        return f"{name} was fused already"
+        return f"{name} was already fused"
     flagged = [inner.defaults, *inner.param_groups]
     _STOCK_FLAGS[inner] = [(flags.get("fused"), flags.get("foreach")) for flags in flagged]
     for flags in flagged:
@@ -46,7 +46,7 @@ def fuse(optimizer: Any, sparse: Collection[Tensor] = ()) -> str:
 
 
 def unfuse(optimizer: Any) -> None:
-    """Gives an optimizer that `fuse` changed its own flags back."""
+    """Restores the flags of an optimizer that `fuse` changed."""
     inner = _unwrapped(optimizer)
     flagged = [inner.defaults, *inner.param_groups]
     known = _STOCK_FLAGS.pop(inner, [])
@@ -58,15 +58,15 @@ def unfuse(optimizer: Any) -> None:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """Accelerate's AcceleratedOptimizer keeps the real one inside."""
+    """The optimizer inside accelerate's AcceleratedOptimizer."""
     return optimizer if isinstance(optimizer, _FUSABLE) else getattr(optimizer, "optimizer", optimizer)
 
 
 def _why_not(optimizer: Any, sparse: set[int]) -> str | None:
     if type(optimizer) not in _FUSABLE:
-        return "no fused form is known"
+        return "it has no fused implementation"
     if not supported("fused optimizers"):
-        return "its fused form has changed in this version of torch"
+        return "its fused implementation has changed in this version of torch"
     for group in optimizer.param_groups:
         if group.get("differentiable") or group.get("capturable"):
             return "it is differentiable or capturable"
@@ -76,5 +76,5 @@ def _why_not(optimizer: Any, sparse: set[int]) -> str | None:
             if parameter.device.type != "cpu" or not torch.is_floating_point(parameter):
                 return f"it holds a parameter that is {parameter.dtype} on {parameter.device}"
             if id(parameter) in sparse:
-                return "it holds a table with sparse gradients"
+                return "it holds an embedding table with sparse gradients"
     return None

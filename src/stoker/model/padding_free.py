@@ -1,8 +1,8 @@
-"""The door of a base model (BertModel, ...): padding stays outside.
+"""The override of a base model (BertModel, ...) that runs it without padding.
 
-A batch (batch, length) goes in as (1, tokens) with explicit positions, the stock forward runs over it, so that output
-classes, hidden states and checkpointing stay transformers' own, and the result is laid out as (batch, length, width) again.
-A call that cannot be seen as sequences runs as stock does, and says so once.
+A batch (batch, length) becomes (1, tokens) with explicit positions. The stock forward runs over it, so that output classes,
+hidden states and checkpointing stay transformers' own, and the result is laid out as (batch, length, width) again. A call
+that cannot be split into sequences runs as in stock transformers, and a warning gives the reason once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stoker.model.class_swap import (
     unhooked,
 )
 from stoker.model.families import Family, find, transformers_major
-from stoker.model.padding_warnings import warn_if_padding_counts, warn_of_zeros
+from stoker.model.padding_warnings import warn_if_loss_uses_padding, warn_of_zeros
 from stoker.model.sequences import Sequences, count, read_mask, running
 
 __all__ = ["PaddingFreeModel", "always_stock", "stock_calls"]
@@ -36,7 +36,7 @@ __all__ = ["PaddingFreeModel", "always_stock", "stock_calls"]
 log = logging.getLogger("stoker")
 
 _STOCK_CALLS: WeakKeyDictionary[nn.Module, dict[str, None]] = WeakKeyDictionary()
-"""Cache of the reasons for which a door let a call through as it was, so that each is told once."""
+"""Cache of the reasons for which calls of a base model ran as stock does, so that each is logged once."""
 
 _NEEDS_STOCK = {
     "past_key_values": "a cache is used",
@@ -48,7 +48,7 @@ _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
 
 
 class PaddingFreeModel(Optimized):
-    """Override of a base model."""
+    """Override of a base model. With `unpad=False` it runs batches with padding as stock does."""
 
     stoker_part = "padding-free base model"
     stoker_model = True
@@ -61,20 +61,17 @@ class PaddingFreeModel(Optimized):
             count(given, given)
             if sequences == _PADDING_STAYS:
                 return self._with_padding(args, kwargs)
-            _tell(self, sequences)
+            _warn_once(self, sequences)
             return super().forward(*args, **kwargs)
         count(sequences.batch * sequences.length, sequences.tokens)
         return_dict = call.pop("return_dict", getattr(self.config, "return_dict", True))
-        packed = self._packed(call, sequences)
-        if accepts_keywords(type(self)):
-            packed["stoker_sequences"] = sequences
         # No autocast inside: layers cast for themselves, and what is left is small.
         with running(sequences), torch.autocast("cpu", enabled=False):
-            output = super().forward(**packed, return_dict=True)
+            output = super().forward(**self._packed(call, sequences))
             return self._unpacked(output, sequences, return_dict)
 
     def _with_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The stock forward in the precision that was asked for: what `unpad=False` means for a batch with padding."""
+        """The stock forward in the requested precision."""
         stored = next(self.parameters()).dtype
         dtype = precision.activations(self.stoker_settings.dtype, stored)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype != stored):
@@ -82,19 +79,19 @@ class PaddingFreeModel(Optimized):
         return output if dtype == stored else _cast(output, stored)
 
     def _sequences(self, call: dict[str, Any]) -> Sequences | str:
-        row: Family = self.stoker_row
-        if reason := _why_stock(self, row, call):
+        """The sequences of this call's batch, or the reason why it has to run as stock does."""
+        if reason := _why_stock(self, call):
             return reason
         tokens = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
         mask = call.get("attention_mask")
         for name, x in (("batch", tokens), ("attention mask", mask)):
-            if type(x) not in (Tensor, nn.Parameter, type(None)):  # FakeTensor, DTensor, ...: nothing to look into
+            if type(x) not in (Tensor, nn.Parameter, type(None)):  # FakeTensor, DTensor, ...: values cannot be read
                 return f"the {name} is {with_article(type(x).__name__)}"
         batch, length = tokens.shape[:2]
         if not tokens.numel():
             return "the batch is empty"
         if mask is not None and tuple(mask.shape) != (batch, length):
-            return f"the attention mask, of {mask.dim()} dimensions, is not (batch, length)"
+            return f"the attention mask has {mask.dim()} dimensions and is not (batch, length)"
         parameter = next(self.parameters(), None)
         if parameter is None:
             return "the model has no parameters of its own"
@@ -107,8 +104,9 @@ class PaddingFreeModel(Optimized):
         return read_mask(mask, batch, length, dtype=dtype, device=tokens.device)
 
     def _packed(self, call: dict[str, Any], sequences: Sequences) -> dict[str, Any]:
+        """The arguments of the stock forward for the packed batch."""
         row: Family = self.stoker_row
-        packed = {name: sequences.pack(call[name]) for name in _BY_TOKEN if name in call}
+        packed: dict[str, Any] = {name: sequences.pack(call[name]) for name in _BY_TOKEN if name in call}
         if "position_ids" not in packed:
             positions = sequences.positions
             if row.positions_after_padding:
@@ -116,11 +114,14 @@ class PaddingFreeModel(Optimized):
                 positions = sequences.positions_after(embeddings.padding_idx, packed.get("input_ids"))
             packed["position_ids"] = positions.unsqueeze(0)
         if "token_type_ids" not in packed and transformers_major() < 5 and _has_types(self):
-            # transformers 4 would cut them from a buffer that ends at the longest sequence
+            # transformers 4 would take them from a buffer that is no longer than the longest sequence
             packed["token_type_ids"] = torch.zeros_like(packed["position_ids"])
-        return {**call, **packed, "attention_mask": row.empty_mask}
+        if accepts_keywords(type(self)):
+            packed["stoker_sequences"] = sequences
+        return {**call, **packed, "attention_mask": row.empty_mask, "return_dict": True}
 
     def _unpacked(self, output: Any, sequences: Sequences, return_dict: bool) -> Any:
+        """The output of the stock forward with every tensor laid out as (batch, length, width) again."""
         row: Family = self.stoker_row
         dtype = next(self.parameters()).dtype
         done: dict[int, Tensor] = {}  # the last of the hidden states is the output itself
@@ -128,17 +129,17 @@ class PaddingFreeModel(Optimized):
         def unpack(x: Tensor) -> Tensor:
             if id(x) not in done:
                 done[id(x)] = sequences.unpack(x.to(dtype))
-                warn_if_padding_counts(self, done[id(x)], sequences)
+                warn_if_loss_uses_padding(self, done[id(x)], sequences)
             return done[id(x)]
 
         hidden = unpack(output.last_hidden_state)
         if states := output.get("hidden_states"):
             if sequences.mask is not None:
-                warn_of_zeros(self, "hidden_states are returned, and")
+                warn_of_zeros(self, "it returns hidden_states")
             output.hidden_states = tuple(state if state is None else unpack(state) for state in states)
         output.last_hidden_state = hidden
         if output.get("pooler_output") is not None:
-            # stock pooled the first token of the packed batch; every sequence has one
+            # stock pooled only the first token of the packed batch, but every sequence has one
             output.pooler_output = row.pooled(self, hidden)
         if return_dict:
             return output
@@ -149,7 +150,7 @@ class PaddingFreeModel(Optimized):
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The output of a model, or a part of it, with its tensors in another type."""
+    """The output of a model, or a part of it, with its floating-point tensors converted to `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple):
@@ -169,8 +170,8 @@ def _has_types(model: Any) -> bool:
     return hasattr(getattr(model, "embeddings", None), "token_type_embeddings")
 
 
-def _why_stock(model: Any, row: Family, call: dict[str, Any]) -> str | None:
-    """The reason, readable from arguments and modules alone, why a call has to run as stock does."""
+def _why_stock(model: Any, call: dict[str, Any]) -> str | None:
+    """The reason why a call has to run as stock does, as far as its arguments (not their values) and the modules tell."""
     config = model.config
     for name, reason in _NEEDS_STOCK.items():
         if name in call:
@@ -180,31 +181,31 @@ def _why_stock(model: Any, row: Family, call: dict[str, Any]) -> str | None:
     if call.get("is_causal", getattr(config, "is_causal", False)):
         return "attention is causal"
     if call.get("output_attentions", getattr(config, "output_attentions", False)):
-        return "attention weights are asked for, and never exist here"
+        return "output_attentions is set, but attention weights are never computed"
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         return f"position_embedding_type is {config.position_embedding_type!r}"
     if not _known_attention(getattr(config, "_attn_implementation", None)):
-        return f"attention is computed by {config._attn_implementation!r}, which is not transformers' own"
+        return f"the attention implementation {config._attn_implementation!r} is not transformers' own"
     if ("input_ids" in call) == ("inputs_embeds" in call):
-        return "not exactly one of input_ids and inputs_embeds is given"  # stock raises the error
+        return "not exactly one of input_ids and inputs_embeds is given"  # stock raises an error
     if stock_wanted():
         return "the model is being traced, exported or transformed"
-    return _altered(model, row)
+    return _altered(model, model.stoker_row)
 
 
 def _known_attention(name: str | None) -> bool:
-    """Whether this is one of transformers' implementations, which differ in rounding only; others mean what they like."""
+    """Whether this is one of transformers' implementations, which differ in rounding only. Others may compute anything."""
     return name in (None, "eager", "sdpa", "flex_attention") or str(name).startswith("flash_attention_")
 
 
 def _altered(model: nn.Module, row: Family) -> str | None:
-    """A part that is not as the table says: hooked, replaced or wrapped where packed rows would pass it by, or surprise it."""
+    """The first part that is not as the table says: a hook or wrapper that would be skipped or see packed rows."""
     for module, is_layer in _parts(model):
         name = type(module).__name__
         if is_layer and not isinstance(module, Optimized):
-            return f"{with_article(name)} is not optimised"
+            return f"{with_article(name)} is not optimized"
         if "forward" in module.__dict__ or not all(map(_trusted, _hooks(module))):
-            return f"{with_article(name)} has a hook, which expects padded batches"
+            return f"{with_article(name)} has a hook, which may expect padded batches"
         if is_layer and (reason := _altered_inside(module, row)):
             return reason
     return None
@@ -231,11 +232,13 @@ def _altered_inside(layer: nn.Module, row: Family) -> str | None:
     if row.attention_dropout_called:
         dropout = child(layer, row.attention_dropout)
         if not plain(dropout, nn.Dropout) and not plain(dropout, nn.Identity):
-            return f"{row.attention_dropout} of a layer, {with_article(type(dropout).__name__)}, has no probability to read"
+            return (
+                f"{row.attention_dropout} of a layer, {with_article(type(dropout).__name__)}, has no known probability"
+            )
     return None
 
 
-_CAPTURING = "transformers.utils.output_capturing"  # these record attention weights, and do nothing unless asked to
+_CAPTURING = "transformers.utils.output_capturing"  # its hooks record attention weights, and only on request
 
 
 def _hooks(module: nn.Module) -> list[Any]:
@@ -248,28 +251,30 @@ def _hook_source(hook: Any) -> str:
 
 
 def _trusted(hook: Any) -> bool:
-    """Libraries' hooks (sharding, offloading, capturing) do not care how tokens are laid out, but for one."""
+    """Hooks of libraries (sharding, offloading, capturing) do not depend on how tokens are laid out, with one exception."""
     name = str(getattr(hook, "__name__", ""))
-    if name == "neftune_post_forward_hook":  # its noise depends on the length that it sees
+    if name == "neftune_post_forward_hook":  # its noise depends on the padded length
         return False
-    # what transformers and peft hook on the embeddings for activation checkpointing, and scripts copy from them
+    # the hook that transformers, peft and scripts put on the embeddings for activation checkpointing
     if name.startswith("make_inputs_require_grad"):
         return True
     return _hook_source(hook).split(".")[0] in ("torch", "transformers", "accelerate")
 
 
-def _tell(door: nn.Module, reason: str) -> None:
-    told = _STOCK_CALLS.setdefault(door, {})
-    if reason not in told:
-        told[reason] = None
-        log.warning("%s: %s, so this call runs as stock transformers does (said once)", type(door).__name__, reason)
+def _warn_once(model: nn.Module, reason: str) -> None:
+    reasons = _STOCK_CALLS.setdefault(model, {})
+    if reason not in reasons:
+        reasons[reason] = None
+        log.warning(
+            "%s: this call runs as stock transformers does, because %s (logged once)", type(model).__name__, reason
+        )
 
 
-def stock_calls(door: nn.Module) -> tuple[str, ...]:
-    """The reasons for which calls of this door ran as stock does, so far."""
-    return tuple(_STOCK_CALLS.get(door, ()))
+def stock_calls(model: nn.Module) -> tuple[str, ...]:
+    """The reasons for which calls of this base model have run as stock does so far."""
+    return tuple(_STOCK_CALLS.get(model, ()))
 
 
-def always_stock(door: PaddingFreeModel) -> str | None:
-    """The reason for which every call of this door runs as stock does, if there is one."""
-    return _why_stock(door, door.stoker_row, {"input_ids": None})
+def always_stock(model: PaddingFreeModel) -> str | None:
+    """The reason for which every call of this base model runs as stock does, if there is one."""
+    return _why_stock(model, {"input_ids": None})

@@ -1,6 +1,6 @@
-"""Which type activations have. Parameters keep the type they have, fp32 as a rule: they are the master weights.
+"""The type of the activations. Parameters keep theirs, usually fp32: they are the master weights.
 
-Nothing here depends on the machine unless `dtype="auto"` asks for that, so a script computes the same on every CPU.
+Nothing depends on the machine unless `dtype="auto"` is given, so a script computes the same on every CPU.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ from stoker.kernels.products import torch_has_bf16_units
 from stoker.machine import rates
 from stoker.machine.facts import this_machine
 
-__all__ = ["Asked", "activations", "bf16_product_gain", "choose"]
+__all__ = ["DtypeOption", "activations", "bf16_product_gain", "choose"]
 
-Asked = torch.dtype | Literal["auto"] | None
-"""What `optimize(dtype=...)` takes."""
+DtypeOption = torch.dtype | Literal["auto"] | None
+"""The values of `optimize(dtype=...)`."""
 
 
-def choose(dtype: Asked) -> tuple[torch.dtype | None, str]:
-    """The type of activations that `dtype` asks for (None: the model's own, or autocast's) and the reason for the report.
+def choose(dtype: DtypeOption) -> tuple[torch.dtype | None, str]:
+    """The type of activations that `dtype` requests (None: the model's own, or autocast's), and a line for the report.
 
-    Raises ValueError for a type that cannot be trained in.
+    Raises ValueError for a type that cannot be used in training.
     """
     if dtype is None:
         return None, "fp32, the model's own; bf16 inside torch.autocast('cpu', torch.bfloat16)"
-    if isinstance(dtype, str) and dtype == "auto":
+    if dtype == "auto":
         return _faster()
     if dtype == torch.float16:
         raise ValueError(
             "optimize: dtype is torch.float16; fp16 training needs loss scaling and has no fast path on CPUs, "
             "use dtype=torch.bfloat16 or torch.float32"
         )
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"optimize: dtype is {dtype!r}; it must be None, torch.float32, torch.bfloat16 or 'auto'")
-    return dtype, "fp32, as asked" if dtype == torch.float32 else "bf16 activations, fp32 master weights, as asked"
+    if dtype == torch.float32:
+        return dtype, "fp32, as requested"
+    if dtype == torch.bfloat16:
+        return dtype, "bf16 activations, fp32 master weights, as requested"
+    raise ValueError(f"optimize: dtype is {dtype!r}; it must be None, torch.float32, torch.bfloat16 or 'auto'")
 
 
 def _faster() -> tuple[torch.dtype | None, str]:
@@ -53,13 +55,13 @@ def _faster() -> tuple[torch.dtype | None, str]:
 
 @functools.cache
 def bf16_product_gain() -> float:
-    """How many times as fast products are in bf16 as in fp32: what `stoker doctor` measured, else a fifth of a second now."""
+    """How many times as fast matrix products are in bf16 as in fp32: from `stoker doctor`, else measured now in 0.2 s."""
     known = rates.known(this_machine())
     if known is not None:
         return known.bf16_all / known.fp32_all
     best = {}
     for dtype in (torch.float32, torch.bfloat16):
-        # A generator of its own: measuring must not move the random numbers of the training.
+        # a generator of its own, so that measuring does not change the random numbers of the training
         matrix = torch.randn(768, 768, generator=torch.Generator().manual_seed(0)).to(dtype)
         end = time.perf_counter() + 0.1
         seconds = [_time_product(matrix) for _ in range(3)]
@@ -75,12 +77,12 @@ def _time_product(matrix: torch.Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def activations(asked: torch.dtype | None, parameters: torch.dtype) -> torch.dtype:
-    """The type of activations in one call: as asked, else as autocast says, else that of the parameters."""
+def activations(requested: torch.dtype | None, parameters: torch.dtype) -> torch.dtype:
+    """The type of activations in one call: as requested, else autocast's, else that of the parameters."""
     if parameters != torch.float32:
         return parameters
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16:
         return torch.bfloat16
     return parameters

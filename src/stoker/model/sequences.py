@@ -55,21 +55,21 @@ class Sequences:
     longest: int
     positions: Tensor
     """(tokens,) position of each packed row within its sequence."""
-    index: Tensor | None
-    """(tokens,) flat position in (batch * length) of each packed row; None: every position is kept."""
-    mask: Tensor | None
-    """(batch, length) bool, True at real tokens; None: no padding."""
-    left: tuple[Tensor, Tensor] | None
-    """Rows of the batch that begin with padding, and the packed row of their first token."""
     dtype: torch.dtype
     """Type of the activations inside the base model."""
+    index: Tensor | None = None
+    """(tokens,) flat position in (batch * length) of each packed row; None: every position is kept."""
+    mask: Tensor | None = None
+    """(batch, length) bool, True at real tokens; None: no padding."""
+    left: tuple[Tensor, Tensor] | None = None
+    """Rows of the batch that begin with padding, and the packed row of their first token."""
 
     @property
     def tokens(self) -> int:
         return self.positions.shape[0]
 
     def pack(self, x: Tensor) -> Tensor:
-        """(batch, length, ...) to (1, tokens, ...). A batch of one row, as position_ids may be, stands for all rows."""
+        """(batch, length, ...) to (1, tokens, ...). A batch of one row, such as position_ids, is repeated for all rows."""
         if x.dim() == 1:  # position_ids (length,), which stock broadcasts
             x = x.unsqueeze(0)
         if x.shape[0] != self.batch:
@@ -80,8 +80,7 @@ class Sequences:
     def unpack(self, x: Tensor) -> Tensor:
         """(1, tokens, width) to (batch, length, width), zeros at padding.
 
-        Where a row begins with padding, its first column shows its first token, because that is where heads and poolers
-        look for it.
+        If a row begins with padding, its first column is that of its first token, because heads and poolers read it there.
         """
         packed = rows = x.squeeze(0)
         if self.index is not None:
@@ -92,7 +91,7 @@ class Sequences:
         return rows.view(self.batch, self.length, -1)
 
     def positions_after(self, padding_idx: int, ids: Tensor | None) -> Tensor:
-        """Positions as RoBERTa counts them: from padding_idx + 1, tokens equal to padding_idx neither counted nor placed."""
+        """Positions as in RoBERTa: from padding_idx + 1; tokens equal to padding_idx are not counted and get padding_idx."""
         if ids is None:
             return self.positions + (padding_idx + 1)
         real = ids.reshape(-1) != padding_idx
@@ -107,21 +106,11 @@ class Sequences:
 def read_mask(
     mask: Tensor | None, batch: int, length: int, *, dtype: torch.dtype, device: torch.device
 ) -> Sequences | str:
-    """The sequences of a batch, or the reason why it cannot be seen as such."""
+    """The sequences of a batch, or the reason why it cannot be split into sequences."""
     if mask is None or bool(mask.all()):
         ends = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
         positions = torch.arange(length, device=device).repeat(batch)
-        return Sequences(
-            batch=batch,
-            length=length,
-            cu_seqlens=ends,
-            longest=length,
-            positions=positions,
-            index=None,
-            mask=None,
-            left=None,
-            dtype=dtype,
-        )
+        return Sequences(batch=batch, length=length, cu_seqlens=ends, longest=length, positions=positions, dtype=dtype)
     real = mask.bool()
     lengths = real.sum(1)
     starts = real.int().argmax(1)
@@ -141,10 +130,10 @@ def read_mask(
         cu_seqlens=_cumulative(lengths[lengths > 0]).int(),
         longest=int(lengths.max()),
         positions=positions,
+        dtype=dtype,
         index=index,
         mask=real,
         left=left,
-        dtype=dtype,
     )
 
 
@@ -208,7 +197,7 @@ def seen_by_head() -> Sequences | None:
 
 @dataclass
 class Positions:
-    """Positions of batches, padding included, that optimised base models were given, and how many of them were computed."""
+    """How many positions, padding included, optimized base models were given, and how many they computed."""
 
     given: int = 0
     computed: int = 0
@@ -219,7 +208,7 @@ _COUNT: ContextVar[Positions | None] = ContextVar("stoker_positions", default=No
 
 @contextmanager
 def counting(positions: Positions) -> Iterator[None]:
-    """Within this block, calls of optimised base models are added to `positions`."""
+    """Within this block, calls of optimized base models are added to `positions`."""
     token = _COUNT.set(positions)
     try:
         yield
@@ -228,7 +217,7 @@ def counting(positions: Positions) -> Iterator[None]:
 
 
 def count(given: int, computed: int) -> None:
-    """Tells whoever is `counting` of a call."""
+    """Adds a call to the positions of the enclosing `counting` block, if there is one."""
     if (positions := _COUNT.get()) is not None:
         positions.given += given
         positions.computed += computed

@@ -1,7 +1,7 @@
-"""How long one training step takes here in fp32 and in bf16, measured on a small encoder through `stoker.optimize`.
+"""Measures one training step in fp32 and in bf16 on this machine, with a small encoder and `stoker.optimize`.
 
-A square product alone does not tell which precision trains faster: normalisation, attention, the optimizer and the
-conversion of weights take part. The result is a `stoker.machine.rates.TrainingStep`; keeping it is left to the caller.
+A matrix product alone does not show which precision trains faster: normalization, attention, the optimizer and the
+conversion of weights matter too. The result is a `stoker.machine.rates.TrainingStep`; the caller saves it.
 """
 
 from __future__ import annotations
@@ -20,35 +20,37 @@ from stoker.model.optimize import optimize
 
 __all__ = ["measure_training_step"]
 
-_ROWS, _LENGTH = 12, 128  # as many tokens as a usual batch has: fewer would measure the optimizer
+_ROWS, _LENGTH = 12, 128  # as many tokens as a typical batch: with fewer, the optimizer would dominate
 _FEW_ROWS = 3  # where twelve would take too long
 _ALL_ROWS_FROM = 100.0  # GFLOP/s in fp32: a step of twelve rows takes about half a second there
 _LAYERS = 2
 _SMALL, _BASE = 384, 768  # widths of MiniLM and of BERT-base
 _BASE_FROM = 1000.0  # GFLOP/s in fp32: slower machines would take ten seconds at the larger width
-_WARM_UP = 2  # rounds: the first chooses the engines of the products, the second fills the optimizer's caches
+_WARM_UP = 2  # rounds: the first chooses the engines for the products, the second fills the optimizer's caches
 _ROUNDS = (3, 31)
-_MEMORY = 2 << 30  # bytes: two models with gradients, AdamW's moments and activations take 1 GB at width 768
+_MEMORY = 2 << 30  # bytes: two models with gradients, AdamW state and activations need 1 GB at width 768
 
 Step = Callable[[], None]
 
 
 def measure_training_step(machine: Machine, fp32_gflops: float, *, seconds: float = 2.0) -> TrainingStep:
-    """Measures for about `seconds` after warm-up, the two precisions in turn; medians.
+    """Measures for about `seconds` after warm-up, alternating between the two precisions; returns medians.
 
-    Thread count and random numbers are left as they were; the allocator settings of `optimize` stay. Raises RuntimeError or
-    ImportError with the reason in one sentence where it cannot be measured.
+    The thread count and the random state are restored; the allocator settings of `optimize` stay. Raises RuntimeError or
+    ImportError with a one-sentence reason if it cannot measure.
     """
     available = [size for size in (machine.memory_available, machine.usable_memory) if size is not None]
     if available and min(available) < _MEMORY:
-        raise RuntimeError(f"only {min(available) / 2**30:.1f} GB of memory are available, it takes {_MEMORY >> 30} GB")
+        raise RuntimeError(
+            f"only {min(available) / 2**30:.1f} GB of memory are available; {_MEMORY >> 30} GB are needed"
+        )
     width = _BASE if fp32_gflops >= _BASE_FROM else _SMALL
     rows = max(_FEW_ROWS, min(_ROWS, round(_ROWS * fp32_gflops / _ALL_ROWS_FROM)))
     before = torch.get_num_threads()
     others = load.others_during()
     torch.set_num_threads(machine.usable_threads)
     try:
-        with torch.random.fork_rng(devices=[]):  # measuring must not move the random numbers of the caller
+        with torch.random.fork_rng(devices=[]):  # measuring must not change the caller's random state
             fp32, bf16 = _sides(width, rows)
             times = _in_turn(fp32, bf16, seconds)
     finally:
@@ -67,7 +69,7 @@ def measure_training_step(machine: Machine, fp32_gflops: float, *, seconds: floa
 
 
 def _sides(width: int, rows: int) -> tuple[Step, Step]:
-    """One training step of equal models in fp32 and in bf16."""
+    """A function for each precision that runs one training step of the same model."""
     try:
         from transformers import BertConfig, BertForSequenceClassification
     except ImportError as error:
@@ -98,7 +100,7 @@ def _side(model: Any, dtype: torch.dtype, inputs: dict[str, torch.Tensor]) -> St
 
 
 def _in_turn(fp32: Step, bf16: Step, seconds: float) -> tuple[list[float], list[float]]:
-    """Seconds of each step; the sides alternate, so that whatever else the machine does meets both."""
+    """Seconds of each step. The sides alternate, so that other load on the machine affects both."""
     for _ in range(_WARM_UP):
         fp32()
         bf16()

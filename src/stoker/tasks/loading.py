@@ -353,7 +353,7 @@ def most_tokens(asked: int, tokenizer: Any, config: Any) -> int:
     from stoker.model.families import FAMILIES
 
     positions = getattr(config, "max_position_embeddings", None) or asked
-    offset = {family.source.partition(".")[0] for family in FAMILIES if family.positions_after_padding}
+    offset = {family.folder for family in FAMILIES if family.positions_after_padding}
     if config.model_type.replace("-", "_") in offset:  # RoBERTa and similar models number positions from the padding id
         positions -= (config.pad_token_id or 0) + 1
     return int(min(tokenizer.model_max_length, positions))
