@@ -80,7 +80,7 @@ OLDEST := transformers==4.57.1 accelerate==1.3.0 'huggingface_hub<1.0' 'tokenize
           requests urllib3 certifi charset-normalizer idna
 oldest: install build/oldest/.installed ## the tests of unmodified scripts with the oldest supported transformers and accelerate
 	@PYTHONPATH=build/oldest $(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_requires.py tests/hf/test_compat.py \
-	  tests/launch/test_old_commands.py tests/model/test_long_batches.py -k 'not hostfile'
+	  tests/launch/test_old_commands.py tests/model/test_long_batches.py tests/model/test_sequences_handed_down.py -k 'not hostfile'
 
 build/oldest/.installed: Makefile | $(VENV)/.torch
 	@$(PIP) install --no-deps --upgrade --target build/oldest $(OLDEST)

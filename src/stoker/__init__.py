@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 __all__ = ["Machine", "Trainer", "TrainingArguments", "__version__", "optimize", "report", "restore"]
 
-# Public name -> the module it lives in, imported when the name is first used: `import stoker` must stay cheap, and
+# Public name -> its module, which is imported when the name is first used: `import stoker` must stay cheap, and
 # `stoker --help` must not wait for torch.
-_HOMES: dict[str, str] = {
+_MODULES: dict[str, str] = {
     "Machine": "stoker.machine",
     "Trainer": "stoker.hf.trainer",
     "TrainingArguments": "stoker.hf.arguments",
@@ -29,12 +29,12 @@ _HOMES: dict[str, str] = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'stoker' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOMES))
+    return sorted(set(globals()) | set(_MODULES))

@@ -118,7 +118,7 @@ class _Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("family", ["RemBert", "Albert", "DistilBert"])
+@pytest.mark.parametrize("family", tiny.supported("RemBert", "Albert", "DistilBert"))
 def test_a_checkpoint_around_layers_recomputes_the_same_sequences(family: str, reentrant: bool) -> None:
     stock, model = _pair(family)
     base = _base(model)
@@ -150,7 +150,7 @@ def test_compiled_parts_of_a_model_compute_what_stock_computes(part: str) -> Non
 # --- several calls at once
 
 
-@pytest.mark.parametrize("family", ["Bert", "MPNet", "RemBert"])
+@pytest.mark.parametrize("family", tiny.supported("Bert", "MPNet", "RemBert"))
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_evaluation_between_forward_and_backward_changes_nothing(family: str, checkpointing: bool) -> None:
     if checkpointing and family == "MPNet":
@@ -171,7 +171,7 @@ def test_evaluation_between_forward_and_backward_changes_nothing(family: str, ch
     torch.testing.assert_close(evaluated, tiny.truth(stock, "QuestionAnswering", other)[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Bert", "MPNet", "RemBert"])
+@pytest.mark.parametrize("family", tiny.supported("Bert", "MPNet", "RemBert"))
 def test_threads_can_share_a_model(family: str) -> None:
     head, lengths = "QuestionAnswering", [(7, 12, 1, 9), OTHER_LENGTHS, (2, 2), (12,)]
     _, model = _pair(family, head)
@@ -207,7 +207,7 @@ class _Gate(nn.Module):
         return nn.functional.gelu(x) * self.inner(**self.call).last_hidden_state[:, 0].mean()
 
 
-@pytest.mark.parametrize("family", ["Bert", "RemBert"])
+@pytest.mark.parametrize("family", tiny.supported("Bert", "RemBert"))
 @pytest.mark.parametrize("head", [HEAD, "QuestionAnswering"])
 def test_a_model_inside_a_model_uses_its_own_sequences(family: str, head: str) -> None:
     stock = tiny.model(family, head)
@@ -234,7 +234,7 @@ def test_layers_called_outside_of_a_base_model_run_as_stock_does() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["Bert", "RemBert"])
+@pytest.mark.parametrize("family", tiny.supported("Bert", "RemBert"))
 def test_ddp_with_activation_checkpointing_computes_the_same_gradients(family: str, tmp_path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

@@ -11,6 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 import stoker
+from stoker.model.families import FAMILIES as TABLE
+from stoker.model.families import transformers_major
 
 VOCABULARY = 99
 HIDDEN = 32
@@ -49,7 +51,15 @@ CONFIGS = {
 # With STOKER_TEST_BRIEF (the same tests on another instruction set) four families stand for all: plain, learned biases on scores,
 # shared layers, and rotary positions with windows and gated layers.
 BRIEF = bool(os.environ.get("STOKER_TEST_BRIEF"))
-FAMILIES = ("Bert", "MPNet", "Albert", "ModernBert") if BRIEF else tuple(CONFIGS)
+
+
+def supported(*families: str) -> tuple[str, ...]:
+    """Those of these families that the table supports with the installed transformers."""
+    since = {row.base.removesuffix("Model"): row.since for row in TABLE}
+    return tuple(family for family in families if since[family] <= transformers_major())
+
+
+FAMILIES = supported(*(("Bert", "MPNet", "Albert", "ModernBert") if BRIEF else CONFIGS))
 HEADS = ("QuestionAnswering", "SequenceClassification", "TokenClassification", "MaskedLM", "MultipleChoice")
 TYPED = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "RemBert", "Albert")
 DROPOUTS = (
