@@ -209,9 +209,12 @@ class _Gate(nn.Module):
 
 @pytest.mark.parametrize("family", tiny.supported("Bert", "RemBert"))
 @pytest.mark.parametrize("head", [HEAD, "QuestionAnswering"])
-def test_a_model_inside_a_model_uses_its_own_sequences(family: str, head: str) -> None:
+@pytest.mark.parametrize("mask", ["whole", "with a hole"])
+def test_a_model_inside_a_model_uses_its_own_sequences(family: str, head: str, mask: str) -> None:
     stock = tiny.model(family, head)
     inner = tiny.batch(family, "Model", lengths=OTHER_LENGTHS, seed=3).inputs
+    if mask == "with a hole":  # the inner model then runs as stock, inside one that does not
+        inner["attention_mask"][0, 2] = 0
     _base(stock).encoder.layer[0].intermediate.intermediate_act_fn = _Gate(tiny.model(family, seed=1), inner)
     full = tiny.batch(family, head)
     loss, _, gradients = tiny.truth(stock, head, full)
@@ -220,7 +223,7 @@ def test_a_model_inside_a_model_uses_its_own_sequences(family: str, head: str) -
     found.backward()
     torch.testing.assert_close(found.detach(), loss, rtol=1e-4, atol=1e-5)
     tiny.assert_same_gradients(tiny.gradients(model), gradients, 1e-3)
-    assert _stock_calls(model) == []
+    assert _stock_calls(model) == (["the attention mask has holes"] if mask == "with a hole" else [])
 
 
 def test_layers_called_outside_of_a_base_model_run_as_stock_does() -> None:

@@ -57,12 +57,10 @@ class PaddingFreeModel(Optimized):
         call = named(self, args, kwargs)
         sequences = self._sequences(call)
         if isinstance(sequences, str):
-            given = _positions(call)
-            count(given, given)
-            if sequences == _PADDING_STAYS:
-                return self._with_padding(args, kwargs)
-            _warn_once(self, sequences)
-            return super().forward(*args, **kwargs)
+            positions = _positions(call)
+            count(positions, positions)
+            with running(None):  # this model may be inside another one that runs padding-free
+                return self._stock_forward(sequences, args, kwargs)
         count(sequences.batch * sequences.length, sequences.tokens)
         return_dict = call.pop("return_dict", getattr(self.config, "return_dict", True))
         # No autocast inside: layers cast for themselves, and what is left is small.
@@ -70,8 +68,10 @@ class PaddingFreeModel(Optimized):
             output = super().forward(**self._packed(call, sequences))
             return self._unpacked(output, sequences, return_dict)
 
-    def _with_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The stock forward in the requested precision."""
+    def _stock_forward(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if reason != _PADDING_STAYS:
+            _warn_once(self, reason)
+            return super().forward(*args, **kwargs)
         stored = next(self.parameters()).dtype
         dtype = precision.activations(self.stoker_settings.dtype, stored)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype != stored):

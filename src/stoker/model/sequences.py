@@ -154,7 +154,7 @@ _RUNNING: ContextVar[Sequences | HeadCall | None] = ContextVar("stoker_running",
 
 
 @contextmanager
-def running(call: Sequences | HeadCall) -> Iterator[None]:
+def running(call: Sequences | HeadCall | None) -> Iterator[None]:
     """Makes `call` the ambient one within this block. A head's call receives the sequences of base models inside it."""
     outer = _RUNNING.get()
     token = _RUNNING.set(call)
@@ -177,7 +177,7 @@ def ambient(hidden: Tensor) -> Sequences | None:
 
 
 def attach(hidden: Tensor, sequences: Sequences) -> None:
-    """Lets `ambient` recognise `hidden`, or an alias of it, when a checkpoint recomputes from it."""
+    """Lets `ambient` recognize `hidden`, or an alias of it, when a checkpoint recomputes from it."""
     hidden.untyped_storage().stoker_sequences = sequences  # type: ignore[attr-defined]
 
 
