@@ -325,4 +325,5 @@ _BY_CLASS: dict[tuple[str, str], tuple[Family, Role]] = {
     (f"transformers.models.{family.folder}.modeling_{family.folder}", getattr(family, role)): (family, role)
     for family in FAMILIES
     for role in get_args(Role)
+    if getattr(family, role) is not None
 }
