@@ -112,7 +112,7 @@ def test_both_files_of_the_old_guide_are_read() -> None:
         ("{}", "num_machines", None),
     ],
 )
-def test_words_of_every_age_are_understood(text: str, name: str, value: object) -> None:
+def test_keys_of_all_accelerate_releases_are_read(text: str, name: str, value: object) -> None:
     assert getattr(read(text), name) == value
 
 
@@ -150,7 +150,7 @@ def test_json_of_the_first_versions_is_read(tmp_path: Path) -> None:
         ("machine_rank: -1\n", "machine_rank: '-1' is not a whole number of 0 or more"),
     ],
 )
-def test_a_file_that_cannot_be_followed_is_answered_by_one_sentence(text: str, says: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_reported_in_one_sentence(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=says) as caught:
@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_followed_is_answered_by_one_sentence(text: str, s
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_written_is_read_back_and_has_accelerates_names(tmp_path: Path) -> None:
+def test_a_written_file_is_read_back_and_has_accelerates_keys(tmp_path: Path) -> None:
     config = Config(
         distributed_type="MULTI_CPU", num_machines=2, num_processes=4, main_process_ip="10.0.0.1", main_process_port=1234,
         mixed_precision="bf16", ipex=False, hostfile="hosts", ccl_workers=2, threads=3, launcher="impi",
@@ -175,7 +175,7 @@ def test_what_is_written_is_read_back_and_has_accelerates_names(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", [ONE_PROCESS, MANY_MACHINES])
-def test_a_migrated_file_is_taken_by_todays_accelerate(
+def test_a_migrated_file_is_accepted_by_todays_accelerate(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
@@ -201,7 +201,7 @@ def test_every_retired_key_is_explained() -> None:
     assert "own_key" not in migrate.for_accelerate(Config.from_mapping(old))
 
 
-def test_sixteen_processes_on_four_machines_of_two_cores_are_a_contradiction(recorded: Recorded) -> None:
+def test_check_reports_more_processes_than_cores(recorded: Recorded) -> None:
     config = Config(
         distributed_type="MULTI_CPU", num_machines=4, num_processes=16, main_process_ip="127.0.0.1", main_process_port=1
     )
@@ -236,7 +236,7 @@ def test_check_finds_a_busy_port_an_unknown_address_and_a_bad_hostfile(recorded:
     assert any("distributed_type is NO" in finding.text for finding in check(config, machine))
 
 
-def test_check_ends_with_1_for_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_exits_with_1_if_a_launch_would_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("distributed_type: MULTI_CPU\nnum_machines: 2\nnum_processes: 3\nmain_process_ip: 127.0.0.1\n")
     assert main(["config", "check", str(path)]) == 1
@@ -294,17 +294,17 @@ SAME_FILE = {
 
 
 @pytest.mark.parametrize("lines", SAME_FILE.values(), ids=SAME_FILE)
-def test_answers_of_every_release_are_taken_for_what_they_answered(lines: list[str], recorded: Recorded) -> None:
+def test_piped_answers_to_every_release_give_the_same_file(lines: list[str], recorded: Recorded) -> None:
     config, _ = piped(lines, recorded("sapphire_rapids_4"))
     assert config == Config(distributed_type="MULTI_CPU", num_processes=2, mixed_precision="bf16")
 
 
-def test_the_first_answers_only_leave_the_defaults_to_the_rest(recorded: Recorded) -> None:
+def test_missing_last_answers_are_the_defaults(recorded: Recorded) -> None:
     config, _ = piped(["This machine", "multi-CPU", "1", "yes", "no", "no", "2"], recorded("sapphire_rapids_4"))
     assert config == Config(distributed_type="MULTI_CPU", num_processes=2, mixed_precision="no")
 
 
-def test_answers_of_todays_accelerate_are_taken_too(recorded: Recorded) -> None:
+def test_answers_to_todays_accelerate_are_accepted_too(recorded: Recorded) -> None:
     """It asks neither for IPEX nor for oneCCL's workers."""
     lines = ["This machine", "multi-CPU", "1", "no", "yes", "hosts", "no", "2", "bf16"]
     config, _ = piped(lines, recorded("ice_lake"))
@@ -366,13 +366,13 @@ def test_more_asks_for_launcher_and_threads(recorded: Recorded) -> None:
         (["x" * 100_000], "longer than"),
     ],
 )
-def test_an_answer_that_cannot_be_followed_is_one_sentence(lines: list[str], says: str, recorded: Recorded) -> None:
+def test_an_invalid_answer_is_reported_in_one_sentence(lines: list[str], says: str, recorded: Recorded) -> None:
     with pytest.raises(UserError, match=re.escape(says)) as caught:
         piped(lines, recorded("ice_lake"))
     assert "\n" not in str(caught.value)
 
 
-def test_the_machine_proposes_processes_and_threads(recorded: Recorded) -> None:
+def test_defaults_for_processes_and_threads_depend_on_the_machine(recorded: Recorded) -> None:
     screen = io.StringIO()
     answers = ask_all({}, recorded("sapphire_rapids_4"), io.StringIO("\n" * 30), screen, more=True)
     assert answers["distributed_type"] == "MULTI_CPU"
@@ -394,7 +394,7 @@ def test_every_question_is_also_a_flag(homeless: Path, capsys: pytest.CaptureFix
     assert "main_process_port: 2222" in capsys.readouterr().out
 
 
-def test_several_processes_by_a_flag_are_several_and_a_flag_without_a_place_is_said(
+def test_num_processes_implies_multi_cpu_and_unneeded_flags_are_reported(
     homeless: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", "--yes", "--num_processes", "2"]) == 0
@@ -406,21 +406,21 @@ def test_several_processes_by_a_flag_are_several_and_a_flag_without_a_place_is_s
     assert "answer with a port" in capsys.readouterr().err
 
 
-def test_a_place_that_cannot_be_written_is_one_sentence_and_nothing_is_left_there(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_reported_and_no_file_is_left(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").mkdir()
     with pytest.raises(UserError, match="cannot be written: name a file"):
         Config().write(tmp_path / "c.yaml")
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
-def test_a_wrong_answer_in_a_pipe_is_one_sentence(recorded: Recorded) -> None:
+def test_a_wrong_answer_in_a_pipe_is_reported_in_one_sentence(recorded: Recorded) -> None:
     with pytest.raises(UserError, match="answer with one of NO, MULTI_CPU"):
         ask_all({}, recorded("genoa"), io.StringIO("\nGPU\n"), io.StringIO())
     with pytest.raises(UserError, match="not UTF-8"):
         ask_all({}, recorded("genoa"), io.TextIOWrapper(io.BytesIO(b"\n\xff\n"), encoding="utf-8"), io.StringIO())
 
 
-def test_the_mark_moves_by_arrows_and_digits_and_goes_round() -> None:
+def test_arrows_and_digits_move_the_selection_and_wrap_around() -> None:
     assert [move(key, 0, 3) for key in ("up", "down", "k", "j", "2", "9", "x")] == [2, 1, 2, 1, 2, 0, 0]
 
 

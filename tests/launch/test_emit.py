@@ -105,7 +105,7 @@ def expand(word: str) -> str:
     return re.sub(r"\$\$|\$\((\w+)\)", lambda match: "$" if match[0] == "$$" else f"<{match[1]}>", word)
 
 
-def test_kubernetes_delivers_the_scripts_words_unchanged() -> None:
+def test_kubernetes_passes_the_scripts_arguments_unchanged() -> None:
     words = ["--emit", "kubernetes", "--emit_image", "i", "--num_machines", "2", "-genv", "A=$(B)", "s.py", *HOSTILE]
     job = list(yaml.safe_load_all(emit(parse(words), Config())))[-1]
     command = [expand(word) for word in job["spec"]["template"]["spec"]["containers"][0]["command"]]
@@ -170,17 +170,17 @@ def test_srun_sees_no_second_program_in_the_scripts_arguments(tmp_path: Any) -> 
         (["--emit", "slurm", "--num_machines", "2", "-n", "3", "s.py"], "evenly"),
     ],
 )
-def test_what_cannot_be_emitted_is_one_sentence(words: list[str], says: str) -> None:
+def test_invalid_emit_options_are_reported_in_one_sentence(words: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         emit(parse(words), Config())
 
 
-def test_no_ipex_and_variables_go_along() -> None:
+def test_no_ipex_and_variables_are_emitted() -> None:
     text = emit(parse(["--emit", "slurm", "-genv", "A=b c", "-m", "pkg.mod"]), Config(ipex=False))
     assert shlex.split(text.splitlines()[-1])[-6:] == ["launch", "--no_ipex", "-genv", "A=b c", "-m", "pkg.mod"]
 
 
-def test_placement_goes_along() -> None:
+def test_placement_options_are_emitted() -> None:
     """The job parses what it is given to what was asked for here."""
     asked = ["--bind", "none", "--ncores-per-instance", "4", "--nodes-list", "0,2", "--use-e-cores", "--oversubscribe"]
     options = parse(["--emit", "slurm", *asked, "--no-prefix", "--dynamo_backend", "inductor", "s.py"])

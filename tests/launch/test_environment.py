@@ -42,7 +42,7 @@ def test_rank_3_of_4_is_the_second_on_its_host(variables: dict[str, str], launch
     assert found.exchange == exchange
 
 
-def test_a_bare_process_has_no_rank_nor_has_a_batch_shell() -> None:
+def test_a_plain_process_and_a_batch_shell_have_no_rank() -> None:
     assert discover({"PATH": "/bin"}) is None
     assert discover({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}) is None
 
@@ -56,7 +56,7 @@ def test_pmix_without_local_ranks_is_taken_for_one_host() -> None:
 @pytest.mark.parametrize(
     "variables", [{**HYDRA, "PMI_RANK": "9"}, {**HYDRA, "PMI_SIZE": "two"}, {**SLURM, "SLURM_NODEID": "2"}]
 )
-def test_variables_that_cannot_be_are_named(variables: dict[str, str]) -> None:
+def test_impossible_rank_variables_are_reported(variables: dict[str, str]) -> None:
     with pytest.raises(UserError, match="unset"):
         discover(variables)
 
@@ -84,7 +84,7 @@ def test_slurm_ranks_agree_on_address_and_port_without_asking() -> None:
     assert 15000 <= port < 25000
 
 
-def test_what_the_person_has_set_is_followed() -> None:
+def test_master_addr_and_port_set_by_the_user_are_used() -> None:
     rank = discover(SLURM)
     assert rank is not None
     assert agree(rank, {**SLURM, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "123"}) == ("10.0.0.9", 123)
@@ -99,7 +99,7 @@ def test_a_launcher_without_a_store_asks_for_master_addr() -> None:
     assert agree(rank, {**variables, "MASTER_ADDR": "h"}) == ("h", 29500)
 
 
-def test_a_rank_that_never_comes_is_a_sentence_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rank_is_reported_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_PATIENCE", 0.05)
     ours, mpirun = socket.socketpair()
     with ours, mpirun:

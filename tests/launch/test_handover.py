@@ -36,7 +36,7 @@ def test_arguments_with_a_colon_start_no_second_program(name: str, tmp_path: Pat
 
 
 @pytest.mark.mpi
-def test_neither_the_arguments_nor_the_variables_stand_on_a_command_line(tmp_path: Path) -> None:
+def test_arguments_and_variables_are_not_visible_on_a_command_line(tmp_path: Path) -> None:
     """Every user of the machine may read command lines; the script looks at those of all processes that started it."""
     script = tmp_path / "look.py"
     script.write_text(
@@ -73,7 +73,7 @@ os.execve(words[0], words, kept | {f"SLURM_{name}": value for name, value in ste
 
 
 @pytest.mark.parametrize("exported", [None, "NONE"])
-def test_srun_starts_no_second_program_and_passes_on_what_the_rank_needs(exported: str | None, tmp_path: Path) -> None:
+def test_srun_starts_no_second_program_and_exports_what_the_rank_needs(exported: str | None, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "srun").write_text(SRUN)
     (tmp_path / "bin" / "srun").chmod(0o755)
@@ -86,7 +86,7 @@ def test_srun_starts_no_second_program_and_passes_on_what_the_rank_needs(exporte
     assert not (tmp_path / "started").exists()
 
 
-def test_every_word_comes_back_as_it_was_and_nothing_is_left_of_it() -> None:
+def test_words_are_restored_exactly_and_the_variables_are_removed() -> None:
     words = ["{}", *HOSTILE, ":", "\udcff not UTF-8", LONG, LONG]
     environment = {"OWN": "1", "STOKER_HANDOVER_9": "of another launch", **handover.variables(words)}
     assert all(len(f"{name}={value}") < 128 << 10 for name, value in environment.items())
@@ -97,7 +97,7 @@ def test_every_word_comes_back_as_it_was_and_nothing_is_left_of_it() -> None:
     assert environment == {"OWN": "1"}
 
 
-def test_what_cannot_be_handed_over_is_one_sentence() -> None:
+def test_a_failed_handover_is_reported_in_one_sentence() -> None:
     with pytest.raises(UserError, match="arguments are too long"):
         handover.variables(["x" * 1_000_000])
     for environment in ({}, {"STOKER_HANDOVER": "1"}, {"STOKER_HANDOVER": "1", "STOKER_HANDOVER_0": "%%"}):

@@ -20,7 +20,7 @@ def test_an_unreachable_hub_points_to_local_files_and_own_metrics() -> None:
     assert "stoker train qa" in hints(outer, [])[0]
 
 
-def test_a_missing_evaluate_is_answered() -> None:
+def test_a_missing_evaluate_gets_a_hint() -> None:
     assert "pip install evaluate" in hints(ModuleNotFoundError("no", name="evaluate"), [])[0]
 
 
@@ -39,13 +39,13 @@ def test_nested_squad_is_not_blamed_for_other_failures(tmp_path: Path) -> None:
     assert hints(KeyError("x"), ["train", "qa", "--train_file", str(path)], "stoker") == []
 
 
-def test_other_failures_get_no_line(tmp_path: Path) -> None:
+def test_other_failures_get_no_hint(tmp_path: Path) -> None:
     flat = tmp_path / "flat.json"
     flat.write_text(json.dumps({"data": [{"question": "?"}]}))
     assert hints(ValueError("x"), [str(flat), "missing.json", "--x"]) == []
 
 
-def test_looking_for_a_hint_neither_waits_nor_fails(tmp_path: Path) -> None:
+def test_looking_for_a_hint_never_blocks_or_fails(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "torn.json.gz").write_bytes(gzip.compress(b"x" * 5000)[:10] + b"\xff" * 50)
     words = [str(tmp_path / "pipe.json"), str(tmp_path / "torn.json.gz"), str(tmp_path), "a\0.json"]

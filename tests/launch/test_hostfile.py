@@ -13,7 +13,7 @@ from stoker.launch.launchers.mpi import Mpirun, command, hostfile_text
 from stoker.launch.placement.hostfile import Host, check, parse, read, spread
 
 
-def test_every_dialect_is_read() -> None:
+def test_the_formats_of_all_mpis_are_read() -> None:
     text = "# the cluster\nalpha\nbeta:4   # Intel MPI\n\ngamma slots=2 max_slots=4\n[fe80::1]:3\nfe80::2\n10.0.0.1\tslots=8\n"
     assert [(host.name, host.slots) for host in parse(text)] == [
         ("alpha", None), ("beta", 4), ("gamma", 2), ("fe80::1", 3), ("fe80::2", None), ("10.0.0.1", 8),
@@ -23,7 +23,7 @@ def test_every_dialect_is_read() -> None:
 @pytest.mark.parametrize(
     "name", ["-oProxyCommand=x", "a;b", "$(x)", "`x`", "a|b", "a'b", "fe80::1%$(x)", "fe80::1%a;b"]
 )
-def test_what_a_shell_or_ssh_could_take_for_something_else_is_no_host(name: str) -> None:
+def test_names_that_a_shell_or_ssh_could_interpret_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=r"line 2: .* is not a host name"):
         parse(f"ok\n{name}\n")
 
@@ -42,7 +42,7 @@ def known(name: str) -> tuple[str, ...]:
         ("alpha slots=0\n", None, "must be at least 1"),
     ],
 )
-def test_what_cannot_work_names_the_host(text: str, per_host: int | None, says: str) -> None:
+def test_errors_name_the_host(text: str, per_host: int | None, says: str) -> None:
     with pytest.raises(UserError, match=says):
         check(parse(text), "hostfile", per_host=per_host, resolve=known, is_local=lambda name: True)
 
@@ -71,7 +71,7 @@ def test_processes_are_spread_by_ppn_slots_or_evenly() -> None:
         spread(names, 5, 2)
 
 
-def test_each_mpi_is_asked_in_its_own_words() -> None:
+def test_each_mpi_gets_its_own_command_line() -> None:
     counts = [(Host("a"), 2), (Host("b"), 2)]
     intel = command(Mpirun("impi", "/i/mpirun"), counts, "h", {}, ["python", "x y"])
     assert intel == ["/i/mpirun", "-n", "4", "-f", "h", "-ppn", "2", "-genv", "I_MPI_PIN", "0", "python", "x y"]
@@ -87,7 +87,7 @@ def test_each_mpi_is_asked_in_its_own_words() -> None:
         hostfile_text(Mpirun("mpich", ""), [(Host("fe80::1"), 1)])
 
 
-def test_hosts_with_other_numbers_of_slots_get_theirs() -> None:
+def test_hosts_with_different_slots_get_that_many_ranks() -> None:
     """-ppn would have the most of any host on the first."""
     counts = [(Host("a"), 1), (Host("b"), 3)]
     for kind in ("impi", "mpich"):
@@ -98,7 +98,7 @@ def test_hosts_with_other_numbers_of_slots_get_theirs() -> None:
     assert openmpi[openmpi.index("--map-by") + 1] == "slot"
 
 
-def test_every_word_reaches_the_other_shell_as_it_is(tmp_path: Path) -> None:
+def test_arguments_reach_the_remote_shell_unchanged(tmp_path: Path) -> None:
     words = ["printf", "%s|", "a b", "$(touch pwned)", "it's", '"', "new\nline", "`x`", "", "\\", "*", "~"]
     sent = remote_hosts.ssh_command("host", words)[-1]
     done = subprocess.run(["sh", "-c", sent], capture_output=True, text=True, cwd=tmp_path, check=True)
@@ -106,7 +106,7 @@ def test_every_word_reaches_the_other_shell_as_it_is(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_ssh_never_asks_and_takes_no_host_for_an_option() -> None:
+def test_ssh_never_prompts_and_takes_no_host_for_an_option() -> None:
     command = remote_hosts.ssh_command("host", ["true"])
     assert "BatchMode=yes" in command
     assert command[command.index("--") + 1] == "host"
@@ -132,7 +132,7 @@ def test_each_failure_of_ssh_names_the_host_and_the_fix(complaint: str, says: st
     assert text.startswith("b")
 
 
-def test_other_versions_on_a_host_are_refused() -> None:
+def test_different_versions_on_a_host_are_refused() -> None:
     mine = remote_hosts.Versions("3.11.4", "2.13.0", "1.0")
     remote_hosts._compare("b", mine, remote_hosts.Versions("3.11.9", "2.13.0", "1.0"))
     for theirs, says in (

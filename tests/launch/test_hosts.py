@@ -181,7 +181,7 @@ def test_four_hosts_on_shaped_links(wide_rig: Rig) -> None:
         ("-oProxyCommand=touch${IFS}pwned\n", "is not a host name or address"),
     ],
 )
-def test_a_wrong_hostfile_is_one_sentence(hosts: str, says: str, rig: Rig) -> None:
+def test_an_invalid_hostfile_is_reported_in_one_sentence(hosts: str, says: str, rig: Rig) -> None:
     words = [*STOKER, *LIGHT, "-f", rig.hostfile(hosts), "-ppn", "2", RANK]
     done = rig.run("alpha", words, env=environment(mpi_environment("mpich")))
     assert done.returncode == 2
@@ -203,7 +203,7 @@ def test_a_refused_key_names_the_host_and_the_fix(rig: Rig) -> None:
 
 
 @mpi
-def test_a_busy_port_is_named(rig: Rig) -> None:
+def test_a_port_in_use_is_reported(rig: Rig) -> None:
     code = "import socket,time; s=socket.socket(); s.bind(('0.0.0.0',29555)); s.listen(); print('up',flush=True); time.sleep(60)"
     busy = rig.start("alpha", [sys.executable, "-c", code])
     try:

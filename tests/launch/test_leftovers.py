@@ -41,7 +41,7 @@ def start(tmp_path: Path, how: str, mark: str, launcher: str = "torchrun") -> su
 
 @TWO
 @pytest.mark.parametrize("launcher", ["torchrun", *(pytest.param(name, marks=pytest.mark.mpi) for name in MPIS)])
-def test_what_a_failed_rank_has_started_is_ended_and_its_directories_removed(launcher: str, tmp_path: Path) -> None:
+def test_children_of_a_failed_rank_are_ended_and_its_directories_removed(launcher: str, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     process = start(tmp_path, "fail", mark, launcher)
     said = process.communicate(timeout=120)[1]
@@ -51,7 +51,7 @@ def test_what_a_failed_rank_has_started_is_ended_and_its_directories_removed(lau
 
 
 @TWO
-def test_a_killed_launch_leaves_no_process_and_its_directory_goes_at_the_next_start(tmp_path: Path) -> None:
+def test_a_killed_launch_leaves_no_process_and_the_next_launch_removes_its_directory(tmp_path: Path) -> None:
     mark, other = uuid.uuid4().hex, uuid.uuid4().hex
     process = start(tmp_path, "hang", mark)
     assert process.stdout is not None
@@ -80,7 +80,9 @@ def _command(entry: Path) -> bytes:
         return b""
 
 
-def test_directories_of_living_launches_and_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_of_running_launches_and_other_users_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "stoker-launch-just-made").mkdir()
     (tmp_path / "stoker-launch-link").symlink_to(tmp_path)

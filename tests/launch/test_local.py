@@ -57,14 +57,14 @@ def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
         (["--log-dir", __file__, RANK], f"--log-dir {__file__}"),
     ],
 )
-def test_what_cannot_be_run_is_one_sentence(words: list[str], says: str) -> None:
+def test_a_missing_script_or_module_is_reported_in_one_sentence(words: list[str], says: str) -> None:
     done = launch("--no-compat", *words)
     assert done.returncode == 2
     assert done.stderr.startswith(f"stoker: {says}")
     assert done.stderr.count("\n") == 1
 
 
-def test_settings_of_another_version_are_one_sentence() -> None:
+def test_settings_of_another_version_are_reported_in_one_sentence() -> None:
     words = [sys.executable, "-m", "stoker.launch.run", '{"from_the_future":1}', RANK]
     done = warm.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -72,14 +72,14 @@ def test_settings_of_another_version_are_one_sentence() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_an_import_that_fails_in_a_module_is_its_own_traceback(tmp_path: Path) -> None:
+def test_an_import_error_inside_a_module_shows_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import no_such_module\n")
     done = launch("--no-compat", "-m", "bad", cwd=tmp_path)
     assert done.returncode == 1
     assert "line 1, in <module>" in done.stderr
 
 
-def test_a_script_that_cannot_be_compiled_is_told_as_python_would(tmp_path: Path) -> None:
+def test_a_syntax_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def f(:\n")
     done = launch("--no-compat", str(tmp_path / "bad.py"))
     assert done.returncode == 1
@@ -138,7 +138,7 @@ def test_several_processes_have_ranks_cores_and_unchanged_arguments(tmp_path: Pa
         ("kill@1", 137, "SIGKILL"),
     ],
 )
-def test_the_first_error_ends_all_and_is_told_last(what: str, code: int, says: str) -> None:
+def test_the_first_error_ends_all_ranks_and_is_printed_last(what: str, code: int, says: str) -> None:
     mark = uuid.uuid4().hex
     done = launch("-n", "2", "--no-compat", RANK, what, mark)
     assert done.returncode == code
@@ -195,7 +195,7 @@ def test_only_rank_0_shows_its_progress(tmp_path: Path) -> None:
         pytest.param("2", "impi", marks=[TWO, pytest.mark.mpi]),
     ],
 )
-def test_output_that_nobody_takes_does_not_end_a_script(processes: str, launcher: str, tmp_path: Path) -> None:
+def test_unwritable_output_does_not_end_a_script(processes: str, launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "speak.py"
     script.write_text(
         "import os, sys\nfor _ in range(50): print('x' * 999, flush=True); print('y' * 999, file=sys.stderr)\n"
@@ -216,7 +216,7 @@ def test_output_that_nobody_takes_does_not_end_a_script(processes: str, launcher
 
 
 @pytest.mark.parametrize("how", ["", "import sys; sys.exit()", "import sys; sys.exit(1)"])
-def test_after_a_loop_of_its_own_a_script_is_told_what_to_add(how: str, tmp_path: Path) -> None:
+def test_a_plain_pytorch_loop_gets_a_hint_about_stoker_optimize(how: str, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(
         "import torch\nmodel = torch.nn.Linear(1, 1)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
         f"model(torch.ones(1)).backward()\noptimizer.step()\n{how}\n"
@@ -226,7 +226,7 @@ def test_after_a_loop_of_its_own_a_script_is_told_what_to_add(how: str, tmp_path
 
 
 @TWO
-def test_a_busy_port_is_named() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
@@ -246,7 +246,7 @@ def test_more_processes_than_cores_are_refused_in_one_line() -> None:
     assert "--oversubscribe" in done.stderr
 
 
-def test_a_config_file_is_followed_and_its_retired_keys_do_not_matter(tmp_path: Path) -> None:
+def test_a_config_file_with_retired_keys_is_used(tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
     path.write_text("distributed_type: 'NO'\nipex_config:\n  ipex: true\nmixed_precision: bf16\nuse_cpu: true\n")
     done = launch("--config_file", str(path), "--dry-run", RANK)
@@ -275,7 +275,7 @@ def test_inside_an_allocation_srun_starts_the_ranks_which_recognise_themselves(t
     assert "--emit slurm" in done.stderr
 
 
-def test_an_allocator_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_allocator_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     from stoker.errors import UserError
     from stoker.launch.rank import allocators
 

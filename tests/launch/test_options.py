@@ -61,14 +61,14 @@ Recorded = Callable[[str], Machine]
         ("--no-compat", {"compat": False}),
     ],
 )
-def test_the_words_that_fingers_know(words: str, expected: dict[str, Any]) -> None:
+def test_options_of_accelerate_mpirun_torchrun_and_ipexrun_are_understood(words: str, expected: dict[str, Any]) -> None:
     import shlex
 
     found = parse([*shlex.split(words), "script.py"])
     assert {name: getattr(found, name) for name in expected} == expected
 
 
-def test_what_follows_the_script_is_not_looked_at() -> None:
+def test_arguments_after_the_script_are_not_parsed() -> None:
     words = ["-n", "2", "s.py", "-n", "3", "--ipex", "--", "--dry-run", "a b", "", "$(x)"]
     found = parse(words)
     assert found.num_processes == 2
@@ -94,7 +94,7 @@ def test_what_follows_the_script_is_not_looked_at() -> None:
         (["--local_sgd_outer_lr", "nan", "s.py"], "not a number"),
     ],
 )
-def test_a_mistake_is_one_sentence(words: list[str], says: str) -> None:
+def test_a_mistake_is_reported_in_one_sentence(words: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
         parse(words)
     assert "\n" not in str(caught.value)
@@ -119,13 +119,13 @@ def test_the_flags_of_a_launch_set_the_same_rank_options_again() -> None:
     assert Settings.from_json(Settings.from_options(asked).to_json()) == Settings.from_options(asked)
 
 
-def test_old_words_without_effect_are_answered() -> None:
+def test_ignored_options_are_reported() -> None:
     found = parse(["--enable_cpu_affinity", "--same_network", "s.py"])
     assert len(found.notes) == 2
     assert all(note.startswith("--") for note in found.notes)
 
 
-def test_settings_travel_as_one_word() -> None:
+def test_settings_are_restored_from_json() -> None:
     settings = Settings(nodes=(0, 1), master=("h", 1), genv=(("A", "b c"),), ipex=False, log_dir="x 'y\"")
     assert Settings.from_json(settings.to_json()) == settings
     assert Settings().to_json() == "{}"
@@ -137,7 +137,7 @@ def plan(options: Options, config: Config, machine: Machine) -> Plan:
     return make_plan(with_config(options, config), machine, {})[1]
 
 
-def test_the_command_line_has_the_last_word(recorded: Recorded) -> None:
+def test_the_command_line_overrides_the_config_file(recorded: Recorded) -> None:
     config = Config(distributed_type="MULTI_CPU", num_processes=4, mixed_precision="bf16", ipex=False, threads=3)
     found = plan(parse(["-n", "2", "--mixed_precision", "no", "--ipex", "s.py"]), config, recorded("ice_lake"))
     assert (found.size, found.settings.mixed_precision, found.settings.ipex, found.settings.threads) == (
@@ -159,7 +159,7 @@ def test_a_multi_cpu_yaml_without_mpirun_runs_all_its_processes(recorded: Record
     assert [rank.placement.threads for rank in found.ranks if rank.placement] == [2, 2]
 
 
-def test_one_process_gets_all_cores_and_several_machines_their_part(recorded: Recorded) -> None:
+def test_one_process_gets_all_cores_and_each_machine_its_ranks(recorded: Recorded) -> None:
     found = plan(parse(["--cpu", "s.py"]), Config(), recorded("genoa"))
     assert found.launcher == "single"
     assert found.ranks[0].placement
@@ -182,12 +182,12 @@ def test_one_process_gets_all_cores_and_several_machines_their_part(recorded: Re
         (["--launcher", "torchrun", "-f", "h", "s.py"], "takes no hostfile"),
     ],
 )
-def test_what_cannot_be_planned_is_said_before_anything_starts(words: list[str], says: str, recorded: Recorded) -> None:
+def test_impossible_plans_are_refused_before_anything_starts(words: list[str], says: str, recorded: Recorded) -> None:
     with pytest.raises(UserError, match=says):
         plan(parse(words), Config(), recorded("genoa"))
 
 
-def test_what_cannot_fit_at_all_is_not_answered_by_a_number_of_processes(recorded: Recorded) -> None:
+def test_too_many_threads_for_one_process_suggests_fewer_threads(recorded: Recorded) -> None:
     with pytest.raises(UserError, match=r"1 process of 500 threads needs 500 .* Ask for fewer threads, or allow"):
         plan(parse(["--ncores-per-instance", "500", "s.py"]), Config(), recorded("genoa"))
 
@@ -199,7 +199,7 @@ def test_more_machines_than_the_hostfile_names_are_refused(recorded: Recorded, t
         plan(parse(words), Config(), recorded("genoa"))
 
 
-def test_dry_run_shows_every_rank_and_the_very_command(recorded: Recorded) -> None:
+def test_dry_run_shows_every_rank_and_the_command(recorded: Recorded) -> None:
     options = parse(["-n", "4", "--mixed_precision", "bf16", "-genv", "A=b c", "s.py", "x y", "$(z)"])
     launcher, found = make_plan(options, recorded("sapphire_rapids_4"), {})
     text = show(found, options, launcher.command(found, options, {}))
@@ -212,19 +212,19 @@ def test_dry_run_shows_every_rank_and_the_very_command(recorded: Recorded) -> No
     assert "'x y' '$(z)'" in text
 
 
-def test_omp_num_threads_is_followed_where_it_fits(recorded: Recorded) -> None:
+def test_omp_num_threads_is_used_if_it_fits(recorded: Recorded) -> None:
     machine, options = recorded("ice_lake"), parse(["-n", "2", "s.py"])
     for value, threads in (("4", 4), ("500", 40), ("2,3", 2), ("x", 40)):
         found = make_plan(options, machine, {"OMP_NUM_THREADS": value})[1]
         assert [rank.placement.threads for rank in found.ranks if rank.placement] == [threads] * 2
 
 
-def test_a_missing_script_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_script_is_reported_in_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["launch", str(tmp_path / "none.py")]) == 2
     assert "there is no script" in capsys.readouterr().err
 
 
-def test_a_typing_error_in_a_number_plans_nothing_that_fills_the_memory(recorded: Recorded, tmp_path: Path) -> None:
+def test_a_huge_number_of_processes_is_refused_before_it_is_planned(recorded: Recorded, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"are too many; the most is 65,536, and 4,096 on each"):
         plan(parse(["--oversubscribe", "-n", "65536", "s.py"]), Config(), recorded("genoa"))
     (tmp_path / "hosts").write_text("".join(f"127.0.0.{number} slots=4096\n" for number in range(1, 30)))

@@ -14,7 +14,7 @@ from stoker.launch.rank.output import Lines
 
 
 @given(st.binary(max_size=60).map(lambda data: data.replace(b"\r", b"")), st.lists(st.integers(0, 60), max_size=6))
-def test_however_it_is_cut_each_line_gets_one_prefix(data: bytes, cuts: list[int]) -> None:
+def test_each_line_gets_one_prefix_however_the_stream_is_split(data: bytes, cuts: list[int]) -> None:
     lines, shown, begin = Lines(b"[3] ", progress=False), b"", 0
     for cut in [*sorted(min(cut, len(data)) for cut in cuts), len(data)]:
         shown += lines.feed(data[begin:cut])
@@ -34,7 +34,7 @@ def test_a_progress_bar_of_another_rank_is_not_shown() -> None:
     assert lines.feed(b"before\n" + BAR + b"after\n") == b"[1] before\n[1] after\n"
 
 
-def test_the_progress_bar_of_rank_0_is_shown_as_it_is() -> None:
+def test_the_progress_bar_of_rank_0_is_shown_unchanged() -> None:
     lines = Lines(b"[0] ", progress=True)
     shown = lines.feed(b"before\n" + BAR[:20])
     shown += lines.pause()
@@ -46,7 +46,7 @@ def test_the_progress_bar_of_rank_0_is_shown_as_it_is() -> None:
     assert b"[0]  50%" not in shown
 
 
-def test_windows_line_ends_are_line_ends() -> None:
+def test_windows_line_endings_are_recognised() -> None:
     assert Lines(b"[1] ", progress=False).feed(b"a\r\nb\n") == b"[1] a\n[1] b\n"
 
 
@@ -68,7 +68,7 @@ if how == "wait":
 
 
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("kill", -9), ("fork", 0)])
-def test_the_last_words_arrive_however_it_ends(how: str, code: int, tmp_path: Path) -> None:
+def test_the_last_output_arrives_however_a_rank_ends(how: str, code: int, tmp_path: Path) -> None:
     log = tmp_path / "new" / "rank_7.log"
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(log), how], capture_output=True, text=True, timeout=30, check=False
@@ -94,7 +94,7 @@ def test_streams_can_be_reconfigured_where_the_output_is_a_file(tmp_path: Path) 
     assert "still here" in (tmp_path / "log").read_text()
 
 
-def test_the_forwarder_is_no_child_of_the_rank(tmp_path: Path) -> None:
+def test_the_forwarder_is_not_a_child_of_the_rank(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "log"), "wait"], capture_output=True, text=True, check=True
     )

@@ -27,7 +27,7 @@ SECRETS = ["--hub_token", "hf_of_an_option"]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_printed_command_goes_on_when_it_is_pasted(tmp_path: Path, processes: int) -> None:
+def test_the_printed_command_resumes_the_run(tmp_path: Path, processes: int) -> None:
     out = tmp_path / "Ada's $(touch pwned) out"
     launch = ["-n", str(processes), "--oversubscribe", "-genv", "MY_TOKEN=hf_of_a_variable", SCRIPT]
     done = warm.run(
@@ -54,7 +54,7 @@ def test_the_printed_command_goes_on_when_it_is_pasted(tmp_path: Path, processes
     assert not (tmp_path / "pwned").exists()
 
 
-def test_every_word_survives_the_shell() -> None:
+def test_arguments_survive_the_shell() -> None:
     line = command.from_launch(["printf", "%s\\0"], HOSTILE, Path("out dir/checkpoint-5"))
     done = subprocess.run(["bash", "-c", line.strip()], capture_output=True, text=True, check=True)
     assert done.stdout.split("\0")[:-1] == [*HOSTILE, "--resume_from_checkpoint", "out dir/checkpoint-5"]
@@ -69,7 +69,7 @@ def test_every_word_survives_the_shell() -> None:
         ("--resume_from_checkpoint here first", "first"),
     ],
 )
-def test_the_command_that_goes_on_neither_starts_over_nor_goes_back(words: str, kept: str) -> None:
+def test_the_resume_command_drops_options_that_would_restart_the_run(words: str, kept: str) -> None:
     assert " ".join(command.without_start_options(words.split())) == kept
 
 
@@ -84,7 +84,7 @@ def test_secrets_are_left_out_and_named() -> None:
     )
 
 
-def test_a_script_without_options_of_the_trainer_gets_the_line_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_without_trainer_options_gets_a_line_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--fast"])
     assert command.resuming(Path("o/checkpoint-1")) == '  trainer.train(resume_from_checkpoint="o/checkpoint-1")'
 
@@ -98,7 +98,7 @@ def test_a_script_without_options_of_the_trainer_gets_the_line_of_python(monkeyp
         (["python", "wrapper.py", "x"], ["train.py", "--output_dir", "o"], ["train.py", "--output_dir", "o"]),
     ],
 )  # fmt: skip
-def test_without_a_launch_python_is_called_as_it_was(
+def test_without_a_launch_the_original_python_command_is_used(
     monkeypatch: pytest.MonkeyPatch, original: list[str], argv: list[str], shown: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", original)
@@ -107,7 +107,7 @@ def test_without_a_launch_python_is_called_as_it_was(
     assert command.resuming(Path("o/checkpoint-1")).strip() == expected
 
 
-def test_under_a_launch_the_command_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_resume_command_starts_with_the_launch_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_launches", [])
     command.launched_as(command.Launch(("stoker", "launch", "-n", "2", "-f", "my hosts", "-m", "stoker")))
     arguments = ["train", "qa", "--overwrite_output_dir", "--output_dir", "o"]
@@ -115,7 +115,7 @@ def test_under_a_launch_the_command_begins_with_it(monkeypatch: pytest.MonkeyPat
     assert command.resuming(Path("o/checkpoint-1"), arguments).strip() == line
 
 
-def test_a_launch_from_python_is_put_into_jsons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_from_python_has_a_launch_command(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(script="pack.train", module=True, arguments=["--output_dir", "o"])
     monkeypatch.setattr(
         sys, "argv", ["/x/stoker/__main__.py", "launch", "-n", "2", "-m", "pack.train", "--output_dir", "o"]

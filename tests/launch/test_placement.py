@@ -65,7 +65,7 @@ def no_core_twice(machine: Machine, shares: tuple[Placement, ...]) -> None:
     "name", ["sapphire_rapids_4", "sapphire_rapids_8", "ice_lake", "genoa", "graviton", "hybrid_laptop"]
 )
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 5, 6])
-def test_whatever_the_number_shares_are_equal_and_apart(name: str, processes: int, recorded: Recorded) -> None:
+def test_shares_are_equal_and_disjoint(name: str, processes: int, recorded: Recorded) -> None:
     machine = recorded(name)
     shares = place(machine, processes)
     assert len({len(share.cpus) for share in shares}) == 1
@@ -87,7 +87,7 @@ def test_whatever_the_number_shares_are_equal_and_apart(name: str, processes: in
         ("genoa", 2, {"cores_per_process": 97}),
     ],
 )
-def test_more_than_fits_is_refused_and_can_be_allowed(
+def test_oversubscription_is_refused_unless_allowed(
     name: str, processes: int, rest: dict[str, int], recorded: Recorded
 ) -> None:
     with pytest.raises(UserError, match="--oversubscribe") as caught:
@@ -96,21 +96,21 @@ def test_more_than_fits_is_refused_and_can_be_allowed(
     assert len(place(recorded(name), processes, oversubscribe=True, **rest)) == processes  # type: ignore[arg-type]
 
 
-def test_cores_are_left_for_communication_workers(recorded: Recorded) -> None:
+def test_cores_are_kept_for_communication_workers(recorded: Recorded) -> None:
     shares = place(recorded("ice_lake"), 2, workers=2)
     assert [share.threads for share in shares] == [38, 38]
     assert all(len(share.worker_cpus) == 4 for share in shares)  # two cores with both their threads
     no_core_twice(recorded("ice_lake"), shares)
 
 
-def test_efficiency_cores_and_siblings_only_when_asked(recorded: Recorded) -> None:
+def test_efficiency_cores_and_smt_siblings_are_opt_in(recorded: Recorded) -> None:
     laptop = recorded("hybrid_laptop")
     assert place(laptop, 1)[0].threads == 6
     assert place(laptop, 1, efficiency=True)[0].threads == 14
     assert place(laptop, 1, logical=True)[0].threads == 12
 
 
-def test_nodes_and_cores_per_process_are_followed(recorded: Recorded) -> None:
+def test_nodes_and_cores_per_process_are_used(recorded: Recorded) -> None:
     machine = recorded("sapphire_rapids_4")
     shares = place(machine, 2, nodes=(2, 3))
     assert [share.nodes for share in shares] == [(2,), (3,)]
@@ -136,7 +136,7 @@ def test_fewer_threads_than_cores_may_use_the_whole_share(recorded: Recorded) ->
         assert (found.threads, len(found.cpus)) == (inherited, len(machine.usable_cores))
 
 
-def test_cores_kept_for_communication_are_not_called_threads(recorded: Recorded) -> None:
+def test_messages_count_cores_kept_for_communication_separately(recorded: Recorded) -> None:
     machine = recorded("avx2_vm")
     with pytest.raises(
         UserError, match="3 processes of 1 thread and 1 core for communication each need 6 physical cores"
@@ -152,7 +152,7 @@ def test_cores_kept_for_communication_are_not_called_threads(recorded: Recorded)
     )
 
 
-def test_lists_of_nodes_are_read_and_ranges_written() -> None:
+def test_node_lists_are_parsed_and_formatted() -> None:
     assert parse_nodes("0,2-4") == (0, 2, 3, 4)
     assert format_cpu_list((0, 1, 2, 5)) == "0-2,5"
     with pytest.raises(ArgumentTypeError, match="neither a number nor a range"):

@@ -26,7 +26,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("task", ["classify", "qa"])
-def test_a_task_runs_to_its_end(world: Path, tmp_path: Path, task: str) -> None:
+def test_a_task_finishes_in_two_ranks(world: Path, tmp_path: Path, task: str) -> None:
     data, out = str(world / f"{task}.json"), tmp_path / "out"
     words = [
         "launch", "-n", "2", "-m", "stoker", "train", task, "--model_name_or_path", str(world / "bert"), "--do_train",
