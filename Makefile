@@ -13,6 +13,7 @@ WORKERS     ?= 2
 
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check -q
+FROM_SOURCE := --no-build-isolation -C cmake.define.STOKER_COMPILE_BACKEND=OFF
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLists.txt pyproject.toml
 
 .PHONY: help mpis oldest demo test lint format bench attack sanitize emulate wheel clean install
@@ -104,9 +105,11 @@ $(VENV)/.torch:
 $(VENV)/.dependencies: pyproject.toml | $(VENV)/.torch
 	@$(BIN)/python -m pip freeze 2>/dev/null | sed -n 's/^\(torch==[0-9.]*\).*/\1/p' > $(VENV)/constraints.txt
 	@$(PIP) install 'scikit-build-core>=0.10' cmake ninja
-	@$(PIP) install --no-build-isolation -c $(VENV)/constraints.txt '.[dev]'
+	@$(PIP) install $(FROM_SOURCE) -c $(VENV)/constraints.txt '.[dev]'
 	@touch $@
 
+# The c10d backend is compiled into the installed package, where tests with a cache of their own find it too.
 $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
-	@$(PIP) install --no-deps --no-build-isolation --force-reinstall .
+	@$(PIP) install --no-deps $(FROM_SOURCE) --force-reinstall .
+	@$(BIN)/python -m stoker.comm.compiled
 	@touch $@

@@ -260,18 +260,18 @@ STOKER_API int32_t stoker_scale_gradients(float* const* tensors, const int64_t* 
 
 // --- Collectives through shared memory -----------------------------------------------------------------------------------
 //
-// A group is the ranks of one host, and the handle one rank's seat in it: opaque, made by create or attach, to be given to
-// destroy. One thread at a time may call collectives of a handle; abort may be called from any thread. Collectives return a
-// stoker_comm_code, and stoker_comm_error() says in a sentence what went wrong.
+// A group is the ranks of one host. Each rank has a handle of it, made by create or attach and freed by destroy. One thread at a
+// time may call collectives of a handle; abort may be called from any thread. Collectives return a stoker_comm_code;
+// stoker_comm_error() returns the error message.
 
 enum stoker_comm_code {
   STOKER_COMM_OK = 0,
-  STOKER_COMM_TIMEOUT = 1,   // a rank has not come in time
+  STOKER_COMM_TIMEOUT = 1,   // a rank did not call the collective in time
   STOKER_COMM_DEAD = 2,      // a rank has died or left
   STOKER_COMM_DISAGREE = 3,  // the ranks have called different collectives
-  STOKER_COMM_ABORTED = 4,   // a rank has given up
-  STOKER_COMM_ARGUMENT = 5,  // an argument that makes no sense
-  STOKER_COMM_SYSTEM = 6,    // the operating system refuses, or there is no memory
+  STOKER_COMM_ABORTED = 4,   // a rank aborted, or failed before
+  STOKER_COMM_ARGUMENT = 5,  // an invalid argument
+  STOKER_COMM_SYSTEM = 6,    // a system call failed, or there is no memory
 };
 
 // Named like torch.distributed.ReduceOp.
@@ -286,23 +286,20 @@ enum stoker_reduction {
   STOKER_BXOR = 7,
 };
 
-// A group of `ranks`, and the seat of `rank` in it. Slots are whole pages with at least 64 bytes per rank. `named`: a POSIX
-// shared memory object instead of a memfd. Null if that fails; stoker_comm_opening_error() says why.
+// Creates a group of `ranks` and returns the handle of `rank`. Slots are whole pages with at least 64 bytes per rank. `named`: a
+// POSIX shared memory object instead of a memfd. Null on failure; stoker_comm_opening_error() says why.
 STOKER_API void* stoker_comm_create(int32_t ranks, int32_t rank, int64_t slot_bytes, int32_t named);
 
-// The seat of `rank` in the group that lies at `address`; null if that fails.
+// The handle of `rank` in the group at `address`; null on failure.
 STOKER_API void* stoker_comm_attach(const char* address, int32_t rank);
 
 // Why the last create or attach of this thread failed. Valid until the next one.
 STOKER_API const char* stoker_comm_opening_error(void);
 
-// Where other processes attach. Valid as long as the handle.
+// The address that other processes attach to. Valid as long as the handle.
 STOKER_API const char* stoker_comm_address(void* group);
 
-// 1 once all ranks are attached, else 0.
-STOKER_API int32_t stoker_comm_complete(void* group);
-
-// Removes the address: from now on nobody can attach.
+// Removes the address; no process can attach any more.
 STOKER_API void stoker_comm_seal(void* group);
 
 // Leaves the group and frees the handle.
@@ -317,11 +314,8 @@ STOKER_API const char* stoker_comm_error(void* group);
 // How long a collective waits for another rank, in seconds.
 STOKER_API void stoker_comm_timeout(void* group, double seconds);
 
-// The numbers (one per rank) by which errors call the ranks.
+// The numbers of the ranks (one per rank) in error messages.
 STOKER_API void stoker_comm_names(void* group, const int64_t* ranks);
-
-// Seconds this rank has spent waiting; for_rank (one per rank, or null) gets them by the rank waited for.
-STOKER_API double stoker_comm_waited(void* group, double* for_rank);
 
 // data = op over the data of all ranks, in place: on rank `root`, or on all if root is -1. On other ranks data is undefined.
 STOKER_API int32_t stoker_comm_allreduce(void* group, void* data, int64_t count, int32_t dtype, int32_t op, int32_t root);

@@ -1,7 +1,8 @@
-// The collectives over a group's slots. All of them keep the same rhythm: claim a slot, copy in, publish; wait for the
-// others' copies, read them; publish that they are read.
+// The collectives over a group's slots. All follow the same protocol: claim a slot, copy into it and publish; wait for the
+// others' copies and read them; publish that they have been read.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "comm/group.h"
 #include "comm/reduce.h"
@@ -24,6 +25,14 @@ void copy(void* to, const void* from, std::int64_t bytes) {
   if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<std::size_t>(bytes));
 }
 
+// How many bytes of a message of `total` lie in the piece of `each` bytes at `offset`.
+std::int64_t part(std::int64_t total, std::int64_t offset, std::int64_t each) {
+  return std::clamp<std::int64_t>(total - offset, 0, each);
+}
+
+char* at_offset(void* data, std::int64_t offset) { return static_cast<char*>(data) + offset; }
+const char* at_offset(const void* data, std::int64_t offset) { return static_cast<const char*>(data) + offset; }
+
 }  // namespace
 
 void Group::allreduce_small(void* data, std::int64_t count, int type, int op, int root) {
@@ -44,7 +53,7 @@ void Group::allreduce_small(void* data, std::int64_t count, int type, int op, in
 
 void Group::allreduce(void* data, std::int64_t count, int type, int op, int root) {
   if (root >= 0) check_root(root);
-  begin(root < 0 ? kAllreduce : kReduce, type, op, root, count);
+  begin(root < 0 ? "allreduce" : "reduce", type, op, root, count);
   const std::int64_t size = size_of(type);
   if (count * size <= std::min(kSmall, slot_bytes_)) return allreduce_small(data, count, type, op, root);
 
@@ -54,16 +63,16 @@ void Group::allreduce(void* data, std::int64_t count, int type, int op, int root
   const std::uint32_t first = piece_;
   char* bytes = static_cast<char*>(data);
   const auto length = [&](std::int64_t k) { return std::min(each, count - k * each); };
-  const auto here = [&](std::int64_t k, std::int64_t at) { return bytes + (k * each + at) * size; };
+  const auto element = [&](std::int64_t k, std::int64_t at) { return bytes + (k * each + at) * size; };
 
-  // Each rank reduces one share of every piece, from its own data and the others' slots; the result lies in the place of
-  // that share in its own slot, which nobody else fills.
+  // Each rank reduces one share of every piece, from its own data and the others' slots. It writes the result to its own slot, at
+  // the offset of that share, to which nothing else is written.
   const auto copy_in = [&](std::int64_t k) {
     const std::uint32_t piece = first + static_cast<std::uint32_t>(k);
     claim(piece);
     const std::int64_t n = length(k), from = cut(n, rank_, ranks_), to = cut(n, rank_ + 1, ranks_);
-    put(slot(rank_, piece), here(k, 0), from * size);
-    put(slot(rank_, piece) + to * size, here(k, to), (n - to) * size);
+    put(slot(rank_, piece), element(k, 0), from * size);
+    put(slot(rank_, piece) + to * size, element(k, to), (n - to) * size);
     copied(piece);
   };
   const auto reduce_share = [&](std::int64_t k) {
@@ -72,7 +81,7 @@ void Group::allreduce(void* data, std::int64_t count, int type, int op, int root
     const void* sources[kMostRanks];
     for (int rank = 0; rank < ranks_; ++rank) {
       if (rank != rank_) await_copied(rank, piece);
-      sources[rank] = rank == rank_ ? here(k, from) : slot(rank, piece) + from * size;
+      sources[rank] = rank == rank_ ? element(k, from) : slot(rank, piece) + from * size;
     }
     char* result = slot(rank_, piece) + from * size;
     if (!receives) {
@@ -82,10 +91,10 @@ void Group::allreduce(void* data, std::int64_t count, int type, int op, int root
       const std::int64_t block = kBlockBytes / size;
       for (std::int64_t at = from; at < to; at += block) {
         const std::int64_t some = std::min(block, to - at);
-        reduce(type, op, sources, ranks_, here(k, at), some);
-        put(result, here(k, at), some * size);
+        reduce(type, op, sources, ranks_, element(k, at), some);
+        put(result, element(k, at), some * size);
         result += some * size;
-        for (int rank = 0; rank < ranks_; ++rank) sources[rank] = static_cast<const char*>(sources[rank]) + some * size;
+        for (int rank = 0; rank < ranks_; ++rank) sources[rank] = at_offset(sources[rank], some * size);
       }
     }
     reduced(piece);
@@ -97,7 +106,7 @@ void Group::allreduce(void* data, std::int64_t count, int type, int op, int root
       const int rank = (rank_ + step) % ranks_;
       await(rank, segment_.block(rank).reduced, piece + 1);
       const std::int64_t from = cut(n, rank, ranks_), to = cut(n, rank + 1, ranks_);
-      copy(here(k, from), slot(rank, piece) + from * size, (to - from) * size);
+      copy(element(k, from), slot(rank, piece) + from * size, (to - from) * size);
     }
     taken(piece);
   };
@@ -112,24 +121,18 @@ void Group::allreduce(void* data, std::int64_t count, int type, int op, int root
 }
 
 void Group::reduce_scatter(const void* const* from, void* to, const std::int64_t* counts, int type, int op) {
-  std::int64_t longest = 0, total = 0;
-  for (int rank = 0; rank < ranks_; ++rank) {
-    longest = std::max(longest, counts[rank]);
-    total += counts[rank];
-  }
-  begin(kReduceScatter, type, op, -1, total);
+  begin("reduce_scatter", type, op, -1, std::accumulate(counts, counts + ranks_, std::int64_t{0}));
   const std::int64_t size = size_of(type);
   const std::int64_t each = slot_bytes_ / ranks_ / size / 8 * 8;
-  const std::int64_t pieces = pieces_of(longest, each);
+  const std::int64_t pieces = pieces_of(*std::max_element(counts, counts + ranks_), each);
   const std::uint32_t first = piece_;
-  const auto length = [&](int rank, std::int64_t k) { return std::clamp<std::int64_t>(counts[rank] - k * each, 0, each); };
   const auto copy_in = [&](std::int64_t k) {
     const std::uint32_t piece = first + static_cast<std::uint32_t>(k);
     claim(piece);
     for (int rank = 0; rank < ranks_; ++rank)
       if (rank != rank_)
-        put(slot(rank_, piece) + rank * each * size, static_cast<const char*>(from[rank]) + k * each * size,
-            length(rank, k) * size);
+        put(slot(rank_, piece) + rank * each * size, at_offset(from[rank], k * each * size),
+            part(counts[rank], k * each, each) * size);
     copied(piece);
   };
   const auto reduce_share = [&](std::int64_t k) {
@@ -137,10 +140,9 @@ void Group::reduce_scatter(const void* const* from, void* to, const std::int64_t
     const void* sources[kMostRanks];
     for (int rank = 0; rank < ranks_; ++rank) {
       if (rank != rank_) await_copied(rank, piece);
-      sources[rank] = rank == rank_ ? static_cast<const char*>(from[rank]) + k * each * size
-                                    : slot(rank, piece) + rank_ * each * size;
+      sources[rank] = rank == rank_ ? at_offset(from[rank], k * each * size) : slot(rank, piece) + rank_ * each * size;
     }
-    reduce(type, op, sources, ranks_, static_cast<char*>(to) + k * each * size, length(rank_, k));
+    reduce(type, op, sources, ranks_, at_offset(to, k * each * size), part(counts[rank_], k * each, each));
     taken(piece);
   };
   for (std::int64_t k = 0; k < pieces + 1; ++k) {
@@ -150,97 +152,86 @@ void Group::reduce_scatter(const void* const* from, void* to, const std::int64_t
   piece_ = first + static_cast<std::uint32_t>(pieces);
 }
 
-void Group::allgather(const void* from, void* const* to, const std::int64_t* bytes) {
-  std::int64_t longest = 0, total = 0;
-  for (int rank = 0; rank < ranks_; ++rank) {
-    longest = std::max(longest, bytes[rank]);
-    total += bytes[rank];
-  }
-  begin(kAllgather, -1, -1, -1, total);
-  const std::int64_t pieces = pieces_of(longest, slot_bytes_);
-  const auto length = [&](int rank, std::int64_t at) { return std::clamp<std::int64_t>(bytes[rank] - at, 0, slot_bytes_); };
+// Calls body(piece, offset) for every piece of `each` bytes in a message of `bytes`; an empty message has one empty piece.
+template <typename F>
+void Group::for_each_piece(std::int64_t bytes, std::int64_t each, F&& body) {
+  const std::int64_t pieces = pieces_of(bytes, each);
   for (std::int64_t k = 0; k < pieces; ++k) {
     const std::uint32_t piece = piece_++;
-    const std::int64_t at = k * slot_bytes_;
+    body(piece, k * each);
+    taken(piece);
+  }
+}
+
+void Group::allgather(const void* from, void* const* to, const std::int64_t* bytes) {
+  begin("allgather", -1, -1, -1, std::accumulate(bytes, bytes + ranks_, std::int64_t{0}));
+  for_each_piece(*std::max_element(bytes, bytes + ranks_), slot_bytes_, [&](std::uint32_t piece, std::int64_t at) {
     claim(piece);
-    put(slot(rank_, piece), static_cast<const char*>(from) + at, length(rank_, at));
+    put(slot(rank_, piece), at_offset(from, at), part(bytes[rank_], at, slot_bytes_));
     copied(piece);
-    copy(static_cast<char*>(to[rank_]) + at, static_cast<const char*>(from) + at, length(rank_, at));
+    copy(at_offset(to[rank_], at), at_offset(from, at), part(bytes[rank_], at, slot_bytes_));
     for (int step = 1; step < ranks_; ++step) {
       const int rank = (rank_ + step) % ranks_;
       await_copied(rank, piece);
-      copy(static_cast<char*>(to[rank]) + at, slot(rank, piece), length(rank, at));
+      copy(at_offset(to[rank], at), slot(rank, piece), part(bytes[rank], at, slot_bytes_));
     }
-    taken(piece);
-  }
+  });
 }
 
 void Group::broadcast(void* data, std::int64_t bytes, int root) {
   check_root(root);
-  begin(kBroadcast, -1, -1, root, bytes);
+  begin("broadcast", -1, -1, root, bytes);
   // Smaller pieces than elsewhere: the readers wait for the first one, and the writer for the readers of the last.
   const std::int64_t each = std::min<std::int64_t>(slot_bytes_, 128 << 10);
-  const std::int64_t pieces = pieces_of(bytes, each);
-  for (std::int64_t k = 0; k < pieces; ++k) {
-    const std::uint32_t piece = piece_++;
-    const std::int64_t at = k * each, n = std::min(each, bytes - at);
+  for_each_piece(bytes, each, [&](std::uint32_t piece, std::int64_t at) {
     if (rank_ == root) {
       claim(piece);
-      put(slot(root, piece), static_cast<char*>(data) + at, n);
+      put(slot(root, piece), at_offset(data, at), part(bytes, at, each));
       copied(piece);
     } else {
       await_copied(root, piece);
-      copy(static_cast<char*>(data) + at, slot(root, piece), n);
+      copy(at_offset(data, at), slot(root, piece), part(bytes, at, each));
     }
-    taken(piece);
-  }
+  });
 }
 
 void Group::gather(const void* from, void* const* to, std::int64_t bytes, int root) {
   check_root(root);
-  begin(kGather, -1, -1, root, bytes);
-  const std::int64_t pieces = pieces_of(bytes, slot_bytes_);
-  for (std::int64_t k = 0; k < pieces; ++k) {
-    const std::uint32_t piece = piece_++;
-    const std::int64_t at = k * slot_bytes_, n = std::min(slot_bytes_, bytes - at);
+  begin("gather", -1, -1, root, bytes);
+  for_each_piece(bytes, slot_bytes_, [&](std::uint32_t piece, std::int64_t at) {
+    const std::int64_t n = part(bytes, at, slot_bytes_);
     if (rank_ != root) {
       claim(piece);
-      put(slot(rank_, piece), static_cast<const char*>(from) + at, n);
+      put(slot(rank_, piece), at_offset(from, at), n);
       copied(piece);
-    } else {
-      for (int rank = 0; rank < ranks_; ++rank) {
-        if (rank != root) await_copied(rank, piece);
-        copy(static_cast<char*>(to[rank]) + at, rank == root ? static_cast<const char*>(from) + at : slot(rank, piece), n);
-      }
+      return;
     }
-    taken(piece);
-  }
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (rank != root) await_copied(rank, piece);
+      copy(at_offset(to[rank], at), rank == root ? at_offset(from, at) : slot(rank, piece), n);
+    }
+  });
 }
 
 void Group::scatter(const void* const* from, void* to, std::int64_t bytes, int root) {
   check_root(root);
-  begin(kScatter, -1, -1, root, bytes);
-  const std::int64_t each = slot_bytes_ / ranks_ / 64 * 64;
-  const std::int64_t pieces = pieces_of(bytes, each);
-  for (std::int64_t k = 0; k < pieces; ++k) {
-    const std::uint32_t piece = piece_++;
-    const std::int64_t at = k * each, n = std::min(each, bytes - at);
+  begin("scatter", -1, -1, root, bytes);
+  const std::int64_t each = share_bytes();
+  for_each_piece(bytes, each, [&](std::uint32_t piece, std::int64_t at) {
+    const std::int64_t n = part(bytes, at, each);
     if (rank_ == root) {
       claim(piece);
       for (int rank = 0; rank < ranks_; ++rank)
-        put(rank == root ? static_cast<char*>(to) + at : slot(root, piece) + rank * each,
-            static_cast<const char*>(from[rank]) + at, n);
+        put(rank == root ? at_offset(to, at) : slot(root, piece) + rank * each, at_offset(from[rank], at), n);
       copied(piece);
     } else {
       await_copied(root, piece);
-      copy(static_cast<char*>(to) + at, slot(root, piece) + rank_ * each, n);
+      copy(at_offset(to, at), slot(root, piece) + rank_ * each, n);
     }
-    taken(piece);
-  }
+  });
 }
 
-// A rank knows what it sends and expects itself, not what the others send it, nor how long they will be busy: all tell first.
-// Returns the longest share of all.
+// Each rank knows only how much it sends and expects, so all exchange their lengths first. Returns the longest message.
 std::int64_t Group::agree_on_lengths(const std::int64_t* sent, const std::int64_t* received) {
   const std::uint32_t piece = piece_++;
   claim(piece);
@@ -261,30 +252,24 @@ std::int64_t Group::agree_on_lengths(const std::int64_t* sent, const std::int64_
 }
 
 void Group::alltoall(const void* const* from, const std::int64_t* sent, void* const* to, const std::int64_t* received) {
-  begin(kAlltoall, -1, -1, -1, -1);
-  const std::int64_t longest = agree_on_lengths(sent, received);
-  const std::int64_t each = slot_bytes_ / ranks_ / 64 * 64;
-  const std::int64_t pieces = pieces_of(longest, each);
-  for (std::int64_t k = 0; k < pieces; ++k) {
-    const std::uint32_t piece = piece_++;
-    const std::int64_t at = k * each;
+  begin("alltoall", -1, -1, -1, -1);
+  const std::int64_t longest = agree_on_lengths(sent, received), each = share_bytes();
+  for_each_piece(longest, each, [&](std::uint32_t piece, std::int64_t at) {
     claim(piece);
     for (int rank = 0; rank < ranks_; ++rank)
-      put(rank == rank_ ? static_cast<char*>(to[rank]) + at : slot(rank_, piece) + rank * each,
-          static_cast<const char*>(from[rank]) + at, std::clamp<std::int64_t>(sent[rank] - at, 0, each));
+      put(rank == rank_ ? at_offset(to[rank], at) : slot(rank_, piece) + rank * each, at_offset(from[rank], at),
+          part(sent[rank], at, each));
     copied(piece);
     for (int step = 1; step < ranks_; ++step) {
       const int rank = (rank_ + step) % ranks_;
       await_copied(rank, piece);
-      copy(static_cast<char*>(to[rank]) + at, slot(rank, piece) + rank_ * each,
-           std::clamp<std::int64_t>(received[rank] - at, 0, each));
+      copy(at_offset(to[rank], at), slot(rank, piece) + rank_ * each, part(received[rank], at, each));
     }
-    taken(piece);
-  }
+  });
 }
 
 void Group::barrier() {
-  begin(kBarrier, -1, -1, -1, 0);
+  begin("barrier", -1, -1, -1, 0);
   const std::uint32_t piece = piece_++;
   copied(piece);
   for (int rank = 0; rank < ranks_; ++rank)

@@ -1,4 +1,4 @@
-// Waiting, failing and naming: everything of a group but the collectives themselves.
+// Waiting, failing and error messages: everything of a group but the collectives themselves.
 #include "comm/group.h"
 
 #include <linux/futex.h>
@@ -20,8 +20,6 @@ namespace {
 
 constexpr int kLongestSpin = 2048;  // pauses: 30 to 60 us, about what another core needs for a piece
 constexpr int kShortestSpin = 16;
-constexpr const char* kKinds[] = {"allreduce", "reduce",  "reduce_scatter", "allgather", "broadcast",
-                                  "gather",    "scatter", "alltoall",       "barrier"};
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -42,8 +40,8 @@ int usable_cores() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-// Whether the process of `block` is known to be gone, without having left. One in another pid namespace is invisible from
-// here, and one that cannot be looked at may well live; then only the timeout tells.
+// Whether the process of `block` is known to have died without leaving the group. A process in another pid namespace, or one
+// whose /proc entry cannot be read, may be alive: then only the timeout helps.
 bool has_died(const RankBlock& block, const RankBlock& own) {
   const std::uint64_t started = block.started.load();
   if (block.state.load() == 0 || !started || !block.pids.load() || block.pids.load() != own.pids.load()) return false;
@@ -57,13 +55,13 @@ bool has_died(const RankBlock& block, const RankBlock& own) {
 Group::Group(Segment segment, int rank)
     : segment_(std::move(segment)), rank_(rank), ranks_(static_cast<int>(segment_.header().ranks)),
       slot_bytes_(static_cast<std::int64_t>(segment_.header().slot_bytes)), checked_(ranks_, 0),
-      verified_(ranks_, 0), waited_for_(ranks_, 0.0), spin_(kLongestSpin), timeout_(std::chrono::minutes(30)) {
+      verified_(ranks_, 0), spin_(kLongestSpin), timeout_(std::chrono::minutes(30)) {
   if (rank < 0 || rank >= ranks_) throw Error(STOKER_COMM_ARGUMENT, "rank " + std::to_string(rank) + " is not in the segment");
-  // Ranks pinned to one core each see one usable core: then every rank has its own, and spinning is right.
+  // A rank that is pinned to one core sees one usable core: then every rank has its own, and spinning is right.
   const int cores = usable_cores();
   spin_useful_ = cores == 1 ? sysconf(_SC_NPROCESSORS_ONLN) >= ranks_ : cores >= ranks_;
   for (int i = 0; i < ranks_; ++i) names_.push_back(i);
-  RankBlock& block = mine();
+  RankBlock& block = own_block();
   block.pid = getpid();
   block.started = process_start(getpid());
   block.pids = pid_namespace();
@@ -73,13 +71,7 @@ Group::Group(Segment segment, int rank)
 }
 
 Group::~Group() {
-  if (mine().pid == getpid()) mine().state = 2;  // a child of fork() has only a copy of this object; the rank is its parent
-}
-
-bool Group::complete() const {
-  for (int rank = 0; rank < ranks_; ++rank)
-    if (segment_.block(rank).state.load() == 0) return false;
-  return true;
+  if (own_block().pid == getpid()) own_block().state = 2;  // a child of fork() has a copy of this object, but is not the rank
 }
 
 void Group::set_timeout(double seconds) {
@@ -89,8 +81,8 @@ void Group::set_timeout(double seconds) {
 std::string Group::name(int rank) const { return "rank " + std::to_string(names_[rank]); }
 
 std::string Group::describe(const Signature& signature) const {
-  std::string text = kKinds[signature.kind];
-  if (signature.kind == kBarrier) return text;
+  std::string text = signature.operation;
+  if (text == "barrier") return text;
   if (signature.op >= 0) text += std::string(" ") + op_name(signature.op);
   if (signature.count >= 0) text += " of " + std::to_string(signature.count) + " " + type_name(signature.dtype);
   if (signature.root >= 0) text += " with root " + name(signature.root);
@@ -114,18 +106,19 @@ void Group::abort(const std::string& why) {
   }
 }
 
-void Group::begin(int kind, int type, int op, int root, std::int64_t count) {
+void Group::begin(const char* operation, int type, int op, int root, std::int64_t count) {
   Header& header = segment_.header();
   if (header.failed.load(std::memory_order_relaxed))
     throw Error(STOKER_COMM_ABORTED, "the group has failed before: " + std::string(header.failure_written ? header.failure : "unknown"));
-  now_ = Signature{++sequence_, kind, type, op, root, count};
-  mine().signatures[sequence_ % kRing] = now_;
-  mine().sequence.store(sequence_, std::memory_order_release);
-  // All pieces before this operation are done, also those that were not this rank's to lay in or to reduce. A counter that
-  // stood still while others went 2^31 pieces on would look as if it were ahead of them. Nobody sleeps on what is stored here:
-  // whoever waits for this rank waits for a piece that it has published itself, or has yet to.
-  mine().copied.value.store(piece_, std::memory_order_release);
-  mine().reduced.value.store(piece_, std::memory_order_release);
+  current_ = Signature{++sequence_, {}, type, op, root, count};
+  std::snprintf(current_.operation, sizeof(current_.operation), "%s", operation);
+  own_block().signatures[sequence_ % kRing] = current_;
+  own_block().sequence.store(sequence_, std::memory_order_release);
+  // All pieces before this operation are done, also those that this rank did not have to copy in or to reduce. A counter that
+  // stayed 2^31 pieces behind the others would seem to be ahead of them. Nobody sleeps on the values stored here: a rank that
+  // waits for this one waits for a piece that this rank publishes itself.
+  own_block().copied.value.store(piece_, std::memory_order_release);
+  own_block().reduced.value.store(piece_, std::memory_order_release);
   std::fill(checked_.begin(), checked_.end(), 0);
   checked_[rank_] = 1;
 }
@@ -161,7 +154,7 @@ void Group::put(void* to, const void* from, std::int64_t bytes) {
 }
 
 void Group::claim(std::uint32_t piece) {
-  // Whoever has taken piece - kSlots will not look at this slot again.
+  // A rank that has published piece - kSlots as taken does not read this slot again.
   for (int rank = 0; rank < ranks_; ++rank) await(rank, segment_.block(rank).taken, piece - kSlots + 1);
 }
 
@@ -172,18 +165,14 @@ void Group::await_copied(int rank, std::uint32_t piece) {
 
 void Group::await(int rank, Counter& counter, std::uint32_t target) {
   if (reached(counter.value.load(std::memory_order_acquire), target)) return;
-  const auto start = Clock::now();
   bool seen = false;
   for (int i = spin_useful_ ? spin_ : 0; i > 0 && !seen; --i) {
     pause();
     seen = reached(counter.value.load(std::memory_order_acquire), target);
   }
-  // A spin in vain means that the other rank has no core now: spin less, and let it have this one.
+  // If spinning did not help, the other rank probably has no core: spin less, so that it can have this one.
   spin_ = seen ? std::min(spin_ * 2, kLongestSpin) : std::max(spin_ / 2, kShortestSpin);
   if (!seen) sleep_for(rank, counter, target);
-  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-  waited_ += seconds;
-  waited_for_[rank] += seconds;
 }
 
 void Group::sleep_for(int rank, Counter& counter, std::uint32_t target) {
@@ -204,25 +193,25 @@ void Group::sleep_for(int rank, Counter& counter, std::uint32_t target) {
     const RankBlock& block = segment_.block(rank);
     const bool failed = header.failed.load() && header.failure_written.load();
     const bool left = block.state.load() == 2;
-    const bool died = has_died(block, mine());
-    // Once more: a rank that has given up, left or died has published all it ever will, and may have done so just now.
+    const bool died = has_died(block, own_block());
+    // Look once more: a rank that has failed, left or died may have published the piece just before.
     if (reached(counter.value.load(std::memory_order_acquire), target)) return;
     if (failed) throw Error(STOKER_COMM_ABORTED, name(static_cast<int>(header.failed.load()) - 1) + " gave up: " + header.failure);
     check_others(rank, start);
-    const std::string here = describe(now_) + " (operation " + std::to_string(sequence_) + ")";
-    if (left) give_up(STOKER_COMM_DEAD, name(rank) + " has left the group while " + name(rank_) + " waits for it in " + here);
+    const std::string operation = describe(current_) + " (operation " + std::to_string(sequence_) + ")";
+    if (left) give_up(STOKER_COMM_DEAD, name(rank) + " has left the group while " + name(rank_) + " waits for it in " + operation);
     if (died)
-      give_up(STOKER_COMM_DEAD, name(rank) + " (pid " + std::to_string(block.pid) + ") has died; " + name(rank_) + " was in " + here);
-    slice_us = std::min(slice_us * 2, 50000L);  // a rank's death is noticed within 50 ms
+      give_up(STOKER_COMM_DEAD, name(rank) + " (pid " + std::to_string(block.pid) + ") has died; " + name(rank_) + " was in " + operation);
+    slice_us = std::min(slice_us * 2, 50000L);  // so a dead rank is noticed within 50 ms
   }
 }
 
 void Group::check_others(int rank, Clock::time_point since) {
-  const std::string here = describe(now_) + " (operation " + std::to_string(sequence_) + ")";
+  const std::string operation = describe(current_) + " (operation " + std::to_string(sequence_) + ")";
   for (int other = 0; other < ranks_; ++other) {
     const RankBlock& block = segment_.block(other);
-    if (other != rank && has_died(block, mine()))
-      give_up(STOKER_COMM_DEAD, name(other) + " (pid " + std::to_string(block.pid) + ") has died; " + name(rank_) + " was in " + here);
+    if (other != rank && has_died(block, own_block()))
+      give_up(STOKER_COMM_DEAD, name(other) + " (pid " + std::to_string(block.pid) + ") has died; " + name(rank_) + " was in " + operation);
   }
   if (!checked_[rank] && segment_.block(rank).sequence.load(std::memory_order_acquire) == sequence_) check_signature(rank);
   if (Clock::now() - since < timeout_) return;
@@ -241,19 +230,18 @@ void Group::check_others(int rank, Clock::time_point since) {
   const double seconds = std::chrono::duration<double>(timeout_).count();
   char waited[32];
   std::snprintf(waited, sizeof(waited), "%.3g", seconds);
-  give_up(STOKER_COMM_TIMEOUT, name(rank_) + " waited " + waited + " s in " + here + " for " + missing);
+  give_up(STOKER_COMM_TIMEOUT, name(rank_) + " waited " + waited + " s in " + operation + " for " + missing);
 }
 
 void Group::check_signature(int rank) {
   checked_[rank] = 1;
-  // Also what has gone by since the last look: two ranks that each believe to be a broadcast's source read nothing of each
-  // other then. No rank is more than kSlots operations ahead, so half of the ring is still what it was.
+  // Compares all operations since the last comparison: two ranks that both are the root of a broadcast do not wait for each
+  // other in it. No rank is more than kSlots operations ahead, so half of the ring has not been overwritten.
   const std::uint64_t oldest = sequence_ > kRing / 2 ? sequence_ - kRing / 2 : 1;
   for (std::uint64_t at = std::max(verified_[rank] + 1, oldest); at <= sequence_; ++at) {
-    const Signature& ours = mine().signatures[at % kRing];
+    const Signature& ours = own_block().signatures[at % kRing];
     const Signature& theirs = segment_.block(rank).signatures[at % kRing];
-    if (theirs.sequence == ours.sequence && theirs.kind == ours.kind && theirs.dtype == ours.dtype && theirs.op == ours.op &&
-        theirs.root == ours.root && theirs.count == ours.count)
+    if (std::memcmp(&theirs, &ours, sizeof(ours)) == 0)
       continue;
     give_up(STOKER_COMM_DISAGREE, "the ranks disagree on operation " + std::to_string(at) + ": " + name(rank_) + " is in " +
                            describe(ours) + ", " + name(rank) + " in " +

@@ -1,7 +1,7 @@
 // The ranks of one host as a group: waiting for each other, and the collectives.
 //
-// Every collective is cut into pieces that fit the cache. Piece p of every rank lies in its slot p % kSlots; three counters
-// per rank say how far it has copied in, reduced, and taken out. A rank waits only for the counter it needs, spinning
+// Every collective is divided into pieces that fit the cache. Piece p of every rank is in its slot p % kSlots; three counters
+// per rank say how many pieces it has copied in, reduced, and read. A rank waits only for the counter it needs, spinning
 // briefly (another core is about to be done) and then sleeping on a futex (the other rank has no core at the moment).
 #pragma once
 
@@ -14,11 +14,9 @@
 
 namespace stoker::comm {
 
-enum Kind : int { kAllreduce, kReduce, kReduceScatter, kAllgather, kBroadcast, kGather, kScatter, kAlltoall, kBarrier };
-
-// Which kind of store is faster on the way to the other ranks, in the middle of a long operation: some pieces go with plain
-// stores, some past the cache, in turns, and whichever took less time carries the rest. The whole rhythm is timed and not the
-// store alone, for what a store saves the reader may pay.
+// Finds out during a long operation which kind of store is faster: some pieces are written with plain stores and some past the
+// cache, in turns, and whichever took less time is used for the rest. The whole loop is timed and not the store alone, because
+// what the writer saves the reader may lose.
 class Trial {
  public:
   using Clock = std::chrono::steady_clock;
@@ -30,7 +28,7 @@ class Trial {
     since_ = 0;
     return true;
   }
-  // Before piece k of the operation on trial; true if pieces go past the cache from here on.
+  // Called before piece k of the operation on trial; true if pieces are written past the cache from now on.
   bool streaming(std::int64_t k);
 
  private:
@@ -47,13 +45,10 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   Segment& segment() { return segment_; }
-  bool complete() const;  // all ranks are attached
   void set_timeout(double seconds);
-  void set_names(const std::int64_t* ranks) { names_.assign(ranks, ranks + ranks_); }  // how errors call the ranks
+  void set_names(const std::int64_t* ranks) { names_.assign(ranks, ranks + ranks_); }  // the ranks' numbers in error messages
   void abort(const std::string& why);
   std::string last_error;
-  double waited() const { return waited_; }  // seconds spent waiting, all operations together
-  const double* waited_for() const { return waited_for_.data(); }
 
   // root < 0: all ranks get the result.
   void allreduce(void* data, std::int64_t count, int type, int op, int root);
@@ -68,16 +63,19 @@ class Group {
  private:
   using Clock = std::chrono::steady_clock;
 
-  void begin(int kind, int type, int op, int root, std::int64_t count);
+  void begin(const char* operation, int type, int op, int root, std::int64_t count);
+  template <typename F>
+  void for_each_piece(std::int64_t bytes, std::int64_t each, F&& body);
+  std::int64_t share_bytes() const { return slot_bytes_ / ranks_ / 64 * 64; }  // of a slot that is divided among the ranks
   void check_root(int root) const;
   std::int64_t agree_on_lengths(const std::int64_t* sent, const std::int64_t* received);
   void allreduce_small(void* data, std::int64_t count, int type, int op, int root);
   void publish(Counter& counter, std::uint32_t value);
-  void put(void* to, const void* from, std::int64_t bytes);  // into a slot, cached or past the cache, as measures faster
-  void claim(std::uint32_t piece);  // my slot for `piece` may be written
-  void copied(std::uint32_t piece) { publish(mine().copied, piece + 1); }
-  void reduced(std::uint32_t piece) { publish(mine().reduced, piece + 1); }
-  void taken(std::uint32_t piece) { publish(mine().taken, piece + 1); }
+  void put(void* to, const void* from, std::int64_t bytes);  // into a slot, with the kind of store that measured faster
+  void claim(std::uint32_t piece);  // waits until this rank's slot for `piece` may be written
+  void copied(std::uint32_t piece) { publish(own_block().copied, piece + 1); }
+  void reduced(std::uint32_t piece) { publish(own_block().reduced, piece + 1); }
+  void taken(std::uint32_t piece) { publish(own_block().taken, piece + 1); }
   void await_copied(int rank, std::uint32_t piece);
   void await(int rank, Counter& counter, std::uint32_t target);
   void sleep_for(int rank, Counter& counter, std::uint32_t target);
@@ -86,20 +84,18 @@ class Group {
   [[noreturn]] void give_up(int code, const std::string& why);
   std::string name(int rank) const;
   std::string describe(const Signature& signature) const;
-  RankBlock& mine() { return segment_.block(rank_); }
+  RankBlock& own_block() { return segment_.block(rank_); }
   char* slot(int rank, std::uint32_t piece) const { return segment_.slot(rank, piece); }
 
   Segment segment_;
   int rank_, ranks_;
   std::int64_t slot_bytes_;
-  std::uint32_t piece_ = 0;  // the next piece; all ranks count alike
+  std::uint32_t piece_ = 0;  // the next piece; the same number on all ranks
   std::uint64_t sequence_ = 0;
-  Signature now_{};
+  Signature current_{};
   std::vector<char> checked_;  // per rank: signature compared in this operation
   std::vector<std::int64_t> names_;
   std::vector<std::uint64_t> verified_;  // per rank: up to which operation its signatures were compared
-  std::vector<double> waited_for_;
-  double waited_ = 0.0;
   Trial trial_;
   bool streaming_ = false;
   int spin_;

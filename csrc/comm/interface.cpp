@@ -1,5 +1,4 @@
-// The C functions of the shared-memory engine: exceptions become codes and sentences.
-#include <cstring>
+// The C functions of the shared-memory collectives: exceptions become codes and error messages.
 #include <memory>
 #include <string>
 
@@ -63,7 +62,6 @@ STOKER_API void* stoker_comm_attach(const char* address, int32_t rank) {
 }
 
 STOKER_API const char* stoker_comm_address(void* group) { return static_cast<Group*>(group)->segment().address().c_str(); }
-STOKER_API int32_t stoker_comm_complete(void* group) { return static_cast<Group*>(group)->complete(); }
 STOKER_API void stoker_comm_seal(void* group) { static_cast<Group*>(group)->segment().seal(); }
 STOKER_API void stoker_comm_destroy(void* group) { delete static_cast<Group*>(group); }
 STOKER_API void stoker_comm_abort(void* group, const char* why) {
@@ -72,13 +70,7 @@ STOKER_API void stoker_comm_abort(void* group, const char* why) {
 STOKER_API const char* stoker_comm_error(void* group) { return static_cast<Group*>(group)->last_error.c_str(); }
 STOKER_API void stoker_comm_timeout(void* group, double seconds) { static_cast<Group*>(group)->set_timeout(seconds); }
 STOKER_API void stoker_comm_names(void* group, const int64_t* ranks) {
-  stoker::guarded([&] { static_cast<Group*>(group)->set_names(ranks); });  // without memory errors keep the old names
-}
-
-STOKER_API double stoker_comm_waited(void* handle, double* for_rank) {
-  const Group& group = *static_cast<Group*>(handle);
-  if (for_rank) std::memcpy(for_rank, group.waited_for(), sizeof(double) * static_cast<Group*>(handle)->segment().header().ranks);
-  return group.waited();
+  stoker::guarded([&] { static_cast<Group*>(group)->set_names(ranks); });  // if there is no memory, error messages keep the old names
 }
 
 STOKER_API int32_t stoker_comm_allreduce(void* handle, void* data, int64_t count, int32_t dtype, int32_t op, int32_t root) {

@@ -121,7 +121,7 @@ inline W combine(W a, W b) {
   }
   if constexpr (op == STOKER_SUM || op == STOKER_AVG) return static_cast<W>(a + b);
   if constexpr (op == STOKER_PRODUCT) return static_cast<W>(a * b);
-  // `!(a <= b)` and not `a > b`: a NaN on either side must come out.
+  // `!(a <= b)` and not `a > b`, so that a NaN on either side is the result.
   if constexpr (op == STOKER_MIN) return a != a ? a : (!(b >= a) ? b : a);
   if constexpr (op == STOKER_MAX) return a != a ? a : (!(b <= a) ? b : a);
   if constexpr (std::is_integral_v<W>) {
@@ -135,7 +135,7 @@ inline W combine(W a, W b) {
 template <typename T, int op>
 void run(const void* const* sources, int ranks, void* out, std::int64_t count) {
   using Wide = typename Storage<T>::Wide;
-  constexpr bool kPlain = std::is_same_v<Wide, T>;  // no conversion: two ranks go in one pass, without a block in between
+  constexpr bool kPlain = std::is_same_v<Wide, T>;  // no conversion: two ranks are reduced in one pass, without a buffer
   if constexpr (kPlain && op != STOKER_AVG) {
     if (ranks == 2) {
       const T* a = static_cast<const T*>(sources[0]);
@@ -192,7 +192,7 @@ void for_op(int op, const void* const* sources, int ranks, void* out, std::int64
   }
 }
 
-// A sum of truth values is true if any is, a product if all are: what torch makes of True + True.
+// As in torch, a sum of booleans is true if any is, a product if all are.
 int boolean_op(int op) {
   if (op == STOKER_SUM || op == STOKER_MAX) return STOKER_BOR;
   if (op == STOKER_PRODUCT || op == STOKER_MIN) return STOKER_BAND;

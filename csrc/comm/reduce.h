@@ -1,5 +1,4 @@
-// Element-wise reduction of the same stretch of memory of several ranks, always in rank order, so that the result does not
-// depend on who computes it. 16-bit floats are widened, reduced in fp32 and rounded once.
+// Element-wise reduction over several ranks, always in rank order, so that the result does not depend on which rank computes it. 16-bit floats are widened, reduced in fp32 and rounded once.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +7,7 @@ namespace stoker::comm {
 
 // `type` is a stoker_dtype, `op` a stoker_reduction.
 int size_of(int type);                 // in bytes; 0 for a type that does not exist
-bool reducible(int type, int op);      // whether the pair makes sense
+bool reducible(int type, int op);      // whether the reduction is defined for the type
 const char* type_name(int type);
 const char* op_name(int op);
 

@@ -38,8 +38,8 @@ std::string hex(std::uint64_t value) {
 
 }  // namespace
 
-// Where it returns 0, errno tells a process that is gone (ESRCH) from one that could not be looked at, for want of a
-// descriptor, say.
+// If it returns 0, errno is ESRCH for a process that does not exist, and something else if that could not be found out, for
+// example because no descriptor was free.
 std::uint64_t process_start(std::int64_t pid) {
   const auto gone = [] {
     errno = ESRCH;
@@ -58,7 +58,7 @@ std::uint64_t process_start(std::int64_t pid) {
   close(file);
   if (got <= 0) return error == ESRCH ? gone() : unknown(error);
   text[got] = 0;
-  const char* after = std::strrchr(text, ')');  // the name before it may hold anything, even spaces and brackets
+  const char* after = std::strrchr(text, ')');  // the name before it may contain anything, even spaces and brackets
   if (!after || !after[1] || !after[2]) return unknown(EIO);
   const char state = after[2];
   if (state == 'Z' || state == 'X') return gone();
@@ -91,12 +91,12 @@ Segment Segment::create(int ranks, std::int64_t slot_bytes, bool named) {
   } else {
     segment.descriptor_ = memfd_create("stoker", MFD_CLOEXEC);
     if (segment.descriptor_ < 0) fail("memfd_create", errno);
-    if (fchmod(segment.descriptor_, 0600)) fail("cannot keep shared memory to this user", errno);
+    if (fchmod(segment.descriptor_, 0600)) fail("cannot restrict shared memory to this user", errno);
     segment.address_ = "memfd:" + std::to_string(getpid()) + ":" + std::to_string(segment.descriptor_) + ":" + hex(nonce);
   }
   const std::size_t bytes = slots_offset(ranks) + static_cast<std::size_t>(slot_bytes) * kSlots * ranks;
   if (ftruncate(segment.descriptor_, static_cast<off_t>(bytes))) fail("cannot size shared memory", errno);
-  // Reserved now: a full /dev/shm is an error here and would be SIGBUS later.
+  // Reserved now, because a full /dev/shm would be a SIGBUS later.
   if (const int error = posix_fallocate(segment.descriptor_, 0, static_cast<off_t>(bytes)))
     fail("cannot reserve " + std::to_string(bytes >> 10) + " KB of shared memory", error);
   segment.map(segment.descriptor_, bytes);
@@ -117,14 +117,14 @@ Segment Segment::attach(const std::string& address) {
   segment.address_ = address;
   const std::size_t last = address.rfind(':');
   const std::size_t kind = address.find(':');
-  if (last == std::string::npos || kind == last) throw Error(STOKER_COMM_ARGUMENT, "not a segment's address: " + address);
+  if (last == std::string::npos || kind == last) throw Error(STOKER_COMM_ARGUMENT, "not the address of a segment: " + address);
   const std::string middle = address.substr(kind + 1, last - kind - 1);
   int descriptor = -1;
   if (address.compare(0, kind, "shm") == 0) {
     descriptor = shm_open(middle.c_str(), O_RDWR | O_CLOEXEC, 0);
   } else {
     const std::size_t colon = middle.find(':');
-    if (colon == std::string::npos) throw Error(STOKER_COMM_ARGUMENT, "not a segment's address: " + address);
+    if (colon == std::string::npos) throw Error(STOKER_COMM_ARGUMENT, "not the address of a segment: " + address);
     const std::string path = "/proc/" + middle.substr(0, colon) + "/fd/" + middle.substr(colon + 1);
     descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
   }
@@ -142,7 +142,7 @@ Segment Segment::attach(const std::string& address) {
   }
   close(descriptor);
   const Header& header = segment.header();
-  // The nonce tells it from the file of another process that bears the same number in another pid namespace.
+  // The nonce distinguishes it from the file of a process with the same pid in another pid namespace.
   if (header.magic != kMagic || hex(header.nonce) != address.substr(last + 1) || header.bytes != segment.bytes_)
     throw Error(STOKER_COMM_SYSTEM, "the shared memory of the first rank is not the segment that was announced");
   return segment;

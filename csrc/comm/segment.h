@@ -1,8 +1,8 @@
 // The memory that the ranks of one host share: a header, a block of counters per rank, and a ring of slots per rank.
 //
-// The segment is a memfd wherever the ranks can open each other's descriptors: it has no name, so nothing can be guessed
-// and nothing is left behind, however a process ends, and it does not count against /dev/shm. Elsewhere it is a POSIX
-// object of mode 0600 with 128 random bits in its name, unlinked as soon as all ranks are attached.
+// The segment is a memfd wherever the ranks can open each other's descriptors: it has no name, so it cannot be guessed, leaves
+// nothing behind however a process ends, and does not count against /dev/shm. Elsewhere it is a POSIX shared memory object of
+// mode 0600 with 128 random bits in its name, unlinked as soon as all ranks are attached.
 #pragma once
 
 #include <atomic>
@@ -15,9 +15,9 @@
 
 namespace stoker::comm {
 
-constexpr std::uint64_t kMagic = 0x324d4d4f434b4f54ull;  // another one whenever the structures below change
+constexpr std::uint64_t kMagic = 0x334d4d4f434b4f54ull;  // changes whenever the structures below change
 constexpr int kRing = 16;      // signatures kept per rank; more than a rank can run ahead of another (kSlots)
-constexpr int kSlots = 4;      // pieces in flight per rank: one read out, one reduced, one copied in, one to spare
+constexpr int kSlots = 4;      // pieces in flight per rank: one being read, one reduced, one copied in, one to spare
 constexpr int kMostRanks = 1024;
 
 struct Error : std::runtime_error {
@@ -25,28 +25,30 @@ struct Error : std::runtime_error {
   int code;
 };
 
-// Counts pieces; others sleep on `value` when they have waited too long.
+// Counts pieces; other ranks sleep on `value` when spinning has taken too long.
 struct alignas(64) Counter {
   std::atomic<std::uint32_t> value;
   std::atomic<std::uint32_t> sleepers;
 };
 
-// What a rank believes it is doing. Ranks that disagree are named instead of mixing up each other's bytes.
+// The operation that a rank is in. Ranks in different operations fail with an error that names both.
 struct Signature {
   std::uint64_t sequence;
-  std::int32_t kind, dtype, op, root;
+  char operation[20];  // a multiple of 4 that leaves no padding, so that signatures can be compared as bytes
+  std::int32_t dtype, op, root;
   std::int64_t count;
 };
+static_assert(sizeof(Signature) == 48);
 
 struct alignas(64) RankBlock {
-  Counter copied;   // pieces laid into this rank's slots
-  Counter reduced;  // pieces whose share of this rank is reduced
+  Counter copied;   // pieces copied into this rank's slots
+  Counter reduced;  // pieces of which this rank has reduced its share
   Counter taken;    // pieces this rank will not read again
   std::atomic<std::uint64_t> sequence;  // the operation it is in, or was in last
   std::atomic<std::int64_t> pid;
-  std::atomic<std::uint64_t> started;  // of the process, from /proc: a pid alone may be somebody else by now
+  std::atomic<std::uint64_t> started;  // of the process, from /proc, because a pid may be reused
   std::atomic<std::uint64_t> pids;     // the namespace that pid belongs to, 0 if unknown
-  std::atomic<std::uint32_t> state;    // 0 not here yet, 1 attached, 2 left in good order
+  std::atomic<std::uint32_t> state;    // 0 not attached yet, 1 attached, 2 left
   Signature signatures[kRing];
 };
 
@@ -54,7 +56,7 @@ struct alignas(64) Header {
   std::uint64_t magic, nonce;
   std::uint32_t ranks, slots;
   std::uint64_t slot_bytes, bytes;
-  std::atomic<std::uint32_t> failed;  // 0, or 1 + the rank that gave up first
+  std::atomic<std::uint32_t> failed;  // 0, or 1 + the rank that failed first
   std::atomic<std::uint32_t> failure_written;
   char failure[448];
 };
@@ -72,7 +74,7 @@ class Segment {
   Header& header() const { return *static_cast<Header*>(base_); }
   RankBlock& block(int rank) const;
   char* slot(int rank, std::uint32_t piece) const;
-  void seal();  // all ranks are attached: the segment needs no name any more
+  void seal();  // removes the name, once all ranks are attached
 
  private:
   Segment() = default;
@@ -86,7 +88,7 @@ class Segment {
 // When the process `pid` started, in clock ticks since boot; 0 if there is no such process or it is a zombie.
 std::uint64_t process_start(std::int64_t pid);
 
-// The pid namespace of this process; 0 if /proc does not tell.
+// The pid namespace of this process; 0 if unknown.
 std::uint64_t pid_namespace();
 
 }  // namespace stoker::comm

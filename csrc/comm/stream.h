@@ -1,5 +1,5 @@
-// Copies that go past the cache. A store to a line that another core has read last must fetch and invalidate it first; where
-// the cores share no cache that is several times slower than writing to memory and letting the other core read it there.
+// Copies that bypass the cache. A store to a cache line that another core read last must fetch and invalidate it first; where
+// the cores share no cache, that is several times slower than writing to memory and letting the other core read it there.
 #pragma once
 
 #include <cstdint>

@@ -96,7 +96,7 @@ def _become(folder: Path, argv: list[str]) -> None:
         for number, name in ((1, "output"), (2, "error")):
             os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
         variables = {**os.environ, "HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"),
-                     "XDG_CACHE_HOME": str(folder.parent / "rates"), "STOKER_CCL_BACKEND": "python"}  # fmt: skip
+                     "XDG_CACHE_HOME": str(folder.parent / "rates")}  # fmt: skip
         words = [sys.executable, "-m", "stoker", "launch", "-n", "2", "--oversubscribe", "-m", "stoker", *argv]
         os.execve(sys.executable, words, variables)
     finally:

@@ -28,7 +28,7 @@ def refused(call: Callable[[], object], words: str) -> None:
 def tensors_that_do_not_fit(rank: int, size: int) -> None:
     short, long, many = torch.ones(4), torch.ones(100_000), torch.ones(100_000 * size)
     several, longs = [torch.zeros(4) for _ in range(size)], [torch.zeros(100_000) for _ in range(size)]
-    alone, one_type = [torch.zeros(4)], "all must have one type"
+    alone, one_type = [torch.zeros(4)], "all must have the same type"
     missing = f"a list of 1 tensors for a group of {size}"
     whole = torch.zeros(4, dtype=torch.int64)
     calls: list[tuple[Callable[[], object], str]] = [
@@ -44,7 +44,7 @@ def tensors_that_do_not_fit(rank: int, size: int) -> None:
         (lambda: dist.all_to_all_single(short, torch.ones(size * 100_000), [4] + [0] * (size - 1)), "does not fit"),
         (lambda: dist.all_to_all_single(torch.ones(size + 1), torch.ones(size)), "cannot be divided among"),
         (lambda: dist.send(short, size), ""),
-        (lambda: dist.recv(short), "give recv its src"),
+        (lambda: dist.recv(short), "pass src to recv"),
         (lambda: dist.broadcast(short, size), f"no rank {size} to be the root"),
         (lambda: dist.all_gather_coalesced([alone], alone), ""),
     ]

@@ -1,4 +1,4 @@
-"""Every promise of c10d's collectives, kept alike by gloo and by ccl, with 2 and with 3 ranks."""
+"""c10d's collectives do what torch documents, on gloo and on ccl, with 2 and with 3 ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from comm.ranks import Ranks
 
 JOBS = {
     "gloo-2": ("gloo", 2, {}),
-    "ccl-2": ("ccl", 2, {"STOKER_CCL_BACKEND": "auto"}),
-    "python-3": ("ccl", 3, {"STOKER_CCL_BACKEND": "python", "STOKER_CCL_SHM": "named"}),
+    "ccl-2": ("ccl", 2, {"STOKER_CCL_BACKEND": "compiled"}),
+    "ccl-named-3": ("ccl", 3, {"STOKER_CCL_BACKEND": "compiled", "STOKER_CCL_SHM": "named"}),
 }
 
 PLAIN = [
@@ -32,7 +32,6 @@ NOT_GLOO = {
     "allgather_uneven": "gloo gathers equal sizes only",
     "alltoall": "gloo has alltoall_single only",
 }
-NOT_PYTHON = {"functional_collectives": "torch finds compiled backends only"}
 
 
 @pytest.fixture(scope="module", params=JOBS)
@@ -44,12 +43,10 @@ def job(request: pytest.FixtureRequest) -> Iterator[tuple[str, Ranks]]:
 
 
 @pytest.mark.parametrize("case", PLAIN)
-def test_promise_is_kept(job: tuple[str, Ranks], case: str) -> None:
+def test_collective(job: tuple[str, Ranks], case: str) -> None:
     name, ranks = job
     if name.startswith("gloo") and case in NOT_GLOO:
         pytest.skip(NOT_GLOO[case])
-    if name.startswith("python") and case in NOT_PYTHON:
-        pytest.skip(NOT_PYTHON[case])
     ranks.run(case)
 
 
@@ -60,9 +57,9 @@ def test_promise_is_kept(job: tuple[str, Ranks], case: str) -> None:
         "groups_that_are_gone", "waiting_has_a_limit_of_its_own",
     ],
 )  # fmt: skip
-def test_misuse_is_refused_with_a_sentence(job: tuple[str, Ranks], case: str) -> None:
+def test_misuse_raises_a_clear_error(job: tuple[str, Ranks], case: str) -> None:
     if job[0].startswith("gloo"):
-        pytest.skip("how gloo says it, or aborts, is gloo's")
+        pytest.skip("gloo has other messages, or aborts the process")
     job[1].run(case, module="comm.misuse_cases")
 
 
@@ -75,14 +72,14 @@ def test_allreduce_reduces_every_type(job: tuple[str, Ranks], op: str, dtype: st
 
 
 @pytest.mark.parametrize("dtype", [*cases.DTYPES, "bool"])
-def test_copies_carry_every_type(job: tuple[str, Ranks], dtype: str) -> None:
+def test_broadcast_and_allgather_support_every_type(job: tuple[str, Ranks], dtype: str) -> None:
     job[1].run("broadcast", dtype)
     job[1].run("allgather", dtype)
 
 
-def test_gradients_in_bf16_stay_close_and_feedback_brings_them_closer(job: tuple[str, Ranks]) -> None:
+def test_error_feedback_makes_bf16_gradients_more_exact(job: tuple[str, Ranks]) -> None:
     plain, feedback = (job[1].run("error_of_compressed_gradients", name)[0] for name in ("bf16", "bf16-feedback"))
-    # Eight bits round by 2^-9 at most, each gradient and their sum; feedback takes care of the gradients, not of the sum.
+    # Eight bits round by 2^-9 at most, each gradient and their sum; feedback corrects the gradients, not the sum.
     assert 0 < feedback < plain < 0.004
 
 

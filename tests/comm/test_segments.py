@@ -1,4 +1,4 @@
-"""The shared memory itself: how it is named, who may open it, and what happens where there is none."""
+"""The shared memory itself: its name, who may open it, and what happens without it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def create(named: int) -> int:
     return handle
 
 
-def test_names_are_unguessable_and_private_to_the_user() -> None:
+def test_names_cannot_be_guessed_and_only_the_user_can_open_them() -> None:
     lib = native.library()
     handles = [create(1), create(1)]
     try:
@@ -42,7 +42,7 @@ def test_names_are_unguessable_and_private_to_the_user() -> None:
     assert not any(Path(f"/dev/shm{name}").exists() for name in names)
 
 
-def test_a_stranger_s_segment_is_refused() -> None:
+def test_a_segment_of_another_job_is_refused() -> None:
     lib = native.library()
     handle = create(0)
     try:
@@ -57,7 +57,7 @@ def test_a_stranger_s_segment_is_refused() -> None:
         lib.stoker_comm_destroy(handle)
 
 
-def test_a_rank_attaches_once() -> None:
+def test_a_rank_cannot_attach_twice() -> None:
     lib = native.library()
     handle = create(0)
     try:
@@ -67,7 +67,7 @@ def test_a_rank_attaches_once() -> None:
         lib.stoker_comm_destroy(handle)
 
 
-def test_a_rank_that_died_before_anybody_slept_is_named() -> None:
+def test_a_rank_that_died_before_the_others_waited_is_named() -> None:
     lib = native.library()
     handle = create(0)
     numbers = (ctypes.c_int64 * 2)(1, 2)
@@ -86,8 +86,8 @@ def test_a_rank_that_died_before_anybody_slept_is_named() -> None:
         lib.stoker_comm_destroy(handle)
 
 
-def test_a_rank_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
-    """/proc cannot be read when a process has all the files open that it may."""
+def test_a_rank_whose_proc_entry_cannot_be_read_is_not_reported_as_dead() -> None:
+    """/proc cannot be read by a process that has reached its limit of open files."""
     lib = native.library()
     handle = create(0)
     other = lib.stoker_comm_attach(lib.stoker_comm_address(handle), 1)
@@ -104,7 +104,7 @@ def test_a_rank_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
     assert b"rank 0 waited 0.2 s" in said
 
 
-def test_a_forked_child_does_not_leave_for_its_parent() -> None:
+def test_a_forked_child_that_destroys_its_handle_does_not_leave_the_group() -> None:
     lib = native.library()
     handle = create(0)
     other = lib.stoker_comm_attach(lib.stoker_comm_address(handle), 1)
@@ -122,8 +122,8 @@ def test_a_forked_child_does_not_leave_for_its_parent() -> None:
         lib.stoker_comm_destroy(handle)
 
 
-def test_counters_keep_up_also_where_a_rank_only_listens() -> None:
-    """They are compared modulo 2^32: one that stood still for 2^31 pieces would seem to be ahead."""
+def test_counters_advance_on_ranks_that_only_receive() -> None:
+    """They are compared modulo 2^32: one that stayed 2^31 pieces behind would seem to be ahead."""
     lib = native.library()
     handle = create(0)
     _, pid, descriptor, _ = lib.stoker_comm_address(handle).decode().split(":")
@@ -138,8 +138,8 @@ def test_counters_keep_up_also_where_a_rank_only_listens() -> None:
     finally:
         lib.stoker_comm_destroy(other)
         lib.stoker_comm_destroy(handle)
-    # A page for the header; then a block for each rank of 768 bytes (csrc/comm/segment.h), its counters on lines of 64.
-    for block in (4096, 4096 + 768):
+    # A page for the header; then a block for each rank of 1024 bytes (csrc/comm/segment.h), its counters on lines of 64.
+    for block in (4096, 4096 + 1024):
         copied, reduced, taken = (
             int.from_bytes(content[at : at + 4], "little") for at in range(block, block + 192, 64)
         )
@@ -161,12 +161,12 @@ NUMBERS = (ctypes.c_int64 * 2)(1, 2)
 
 
 @pytest.mark.parametrize("root", [1, -1])
-def test_a_root_that_is_no_rank_is_refused(alone: int, root: int) -> None:
+def test_a_root_outside_the_group_is_refused(alone: int, root: int) -> None:
     assert native.library().stoker_comm_broadcast(alone, NUMBERS, 16, root)
     assert f"there is no rank {root} to be the root".encode() in native.library().stoker_comm_error(alone)
 
 
-def test_reductions_without_meaning_are_refused(alone: int) -> None:
+def test_undefined_reductions_are_refused(alone: int) -> None:
     int64, mean = native.constants("stoker_dtype")["INT64"], native.constants("stoker_reduction")["AVG"]
     assert native.library().stoker_comm_allreduce(alone, NUMBERS, 2, int64, mean, -1)
     assert b"avg of int64 is not defined" in native.library().stoker_comm_error(alone)
@@ -174,8 +174,8 @@ def test_reductions_without_meaning_are_refused(alone: int) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["auto", "named"])
-def test_a_full_dev_shm_is_no_obstacle(kind: str) -> None:
-    """memfd does not need it; where a name is forced, gloo takes over and says why."""
+def test_a_full_dev_shm_does_not_stop_a_job(kind: str) -> None:
+    """memfd does not need /dev/shm; with STOKER_CCL_SHM=named gloo is used, and a line says why."""
     program = textwrap.dedent("""
         import torch, torch.distributed as dist
         from stoker.comm.registration import register
@@ -188,7 +188,7 @@ def test_a_full_dev_shm_is_no_obstacle(kind: str) -> None:
     script = f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {sys.executable} -"
     result = subprocess.run(
         ["unshare", "--mount", "sh", "-c", script],
-        input=program, env={**os.environ, "STOKER_CCL_SHM": kind, "STOKER_CCL_BACKEND": "python"},
+        input=program, env={**os.environ, "STOKER_CCL_SHM": kind, "STOKER_CCL_BACKEND": "compiled"},
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert "sum [1.0, 1.0, 1.0]" in result.stdout, result.stderr

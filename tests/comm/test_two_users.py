@@ -1,4 +1,4 @@
-"""Two jobs of two users on one host at once: neither sees nor disturbs the other, and nothing is left behind."""
+"""Two jobs of two users on one host at once: neither can access the other, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stoker.comm import compiled
 
 PROGRAM = str(Path(__file__).with_name("two_users.py"))
 USERS = {10: 65534, 500: 1}
-"""What a job adds up -> nobody and daemon, by their numbers on every Linux."""
+"""The number that a job adds up -> the uid of its user: nobody and daemon."""
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_two_jobs_of_two_users_run_side_by_side(homes: dict[int, Path], tmp_path
             assert found["without a cache"].startswith(f"{forbidden} cannot be written: ")
             assert found["modes"] in (["0o600"], []), "the first rank holds the segment, the other has let go of it"
             assert found["owners"] in ([uid], [])
-            assert "in Python" not in errors
+            assert "gloo" not in errors
     finally:
         for _, process in ranks:
             process.kill()

@@ -1,4 +1,4 @@
-"""Run by every rank on the fake hosts: the promises of c10d that matter most, over shared memory and the wire."""
+"""Run by every rank on the fake hosts: the most important collectives of c10d, within and between hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ cases.allreduce(rank, size, "SUM", "float32")
 cases.allreduce(rank, size, "AVG", "bfloat16")
 cases.allreduce(rank, size, "MAX", "int64")
 cases.allreduce_is_the_same_on_all_ranks(rank, size)
-x = torch.full((5_000_000,), float(rank))  # several pieces on the wire
+x = torch.full((5_000_000,), float(rank))  # several pieces between hosts
 dist.all_reduce(x)
 assert x.unique().tolist() == [float(sum(range(size)))]
 for case in (
@@ -48,5 +48,5 @@ for case in (
     )
 ):
     getattr(cases, case)(rank, size)
-print(f"rank {rank} of {size} is content on {os.uname().nodename}", flush=True)
+print(f"rank {rank} of {size} is done on {os.uname().nodename}", flush=True)
 dist.destroy_process_group()

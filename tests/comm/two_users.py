@@ -1,7 +1,7 @@
-"""One rank of a job of one user: `two_users.py UID HOME NUMBER RANK PORT FORBIDDEN`. Python itself starts as root, for it may lie
-where nobody else can read it; everything of the job happens as the user.
+"""One rank of a job of one user: `two_users.py UID HOME NUMBER RANK PORT FORBIDDEN`. Python itself starts as root, because it may
+be installed where nobody else can read it; everything of the job happens as the user.
 
-Says READY, reads the pid of the other user's rank, allreduces for a while, and prints what it saw as JSON.
+Prints READY, reads the pid of the other user's rank, allreduces for a while, and prints what it saw as JSON.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ uid, home, number, rank, port, forbidden = int(sys.argv[1]), sys.argv[2], *map(i
 register()
 torch.set_num_threads(1)
 native.library()
+native.directories = list  # only the user's own cache is looked into
 assert process_group.create is not None  # imported by now: after this, Python's own modules may be out of reach
 become(uid)
 os.environ.update(HOME=home)

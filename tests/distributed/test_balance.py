@@ -1,4 +1,4 @@
-"""Token-balanced batches: the same examples as ever, fairly divided."""
+"""Token-balanced batches: the same examples as without balancing, evenly divided."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.distributed.balance import TokenBalancedSampler, deal
 
 
 @given(st.lists(st.integers(0, 512), max_size=60), st.integers(1, 7))
-def test_dealing_loses_and_repeats_nothing(lengths: list[int], ranks: int) -> None:
+def test_every_example_is_assigned_once(lengths: list[int], ranks: int) -> None:
     hands = deal(lengths, ranks)
     assert sorted(i for hand in hands for i in hand) == list(range(len(lengths)))
     assert max(map(len, hands)) - min(map(len, hands)) <= 1
@@ -37,7 +37,7 @@ def samplers(count: int, ranks: int, **options: object) -> list[TokenBalancedSam
 
 @pytest.mark.parametrize("count", [24, 25, 29, 5])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_every_global_batch_holds_the_examples_it_would_without_balancing(count: int, drop_last: bool) -> None:
+def test_every_global_batch_has_the_same_examples_as_without_balancing(count: int, drop_last: bool) -> None:
     group = samplers(count, 4, drop_last=drop_last)
     batches = [list(sampler) for sampler in group]
     assert len({len(mine) for mine in batches}) == 1 == len({len(sampler) for sampler in group})
@@ -48,14 +48,14 @@ def test_every_global_batch_holds_the_examples_it_would_without_balancing(count:
         assert all(parts)
 
 
-def test_epochs_differ_and_repeat_exactly() -> None:
+def test_epochs_differ_and_are_reproducible() -> None:
     first, again = samplers(48, 2)[0], samplers(48, 2)[0]
     assert list(first) == list(again)
     again.set_epoch(1)
     assert list(first) != list(again)
 
 
-def test_a_resumed_epoch_goes_on_where_it_stopped() -> None:
+def test_a_resumed_epoch_continues_where_it_stopped() -> None:
     sampler, resumed = samplers(48, 2)[1], samplers(48, 2)[1]
     sampler.set_epoch(3)
     whole = list(sampler)

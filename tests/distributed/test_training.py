@@ -1,4 +1,4 @@
-"""Training on one process, two and four: the same weights, fairly divided work, and options that do what they say."""
+"""Training on one process, two and four: the same weights, evenly divided work, and options that have their effect."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_same_training_gives_the_same_weights(
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ccl"])
-def test_accumulated_batches_meet_once_and_give_the_same_weights(
+def test_accumulated_batches_are_averaged_once_and_give_the_same_weights(
     jobs: Callable[[str, int], Ranks], alone: Any, tmp_path: Path, backend: str
 ) -> None:
     settings = {"rows": 64, "optim": "sgd", "learning_rate": 0.2, "gradient_accumulation_steps": 2}
@@ -81,7 +81,7 @@ def test_ranks_get_nearly_the_same_number_of_tokens(jobs: Callable[[str, int], R
 
 
 @pytest.mark.parametrize("compression", ["bf16", "bf16-feedback", "powersgd"])
-def test_compressed_gradients_train_nearly_alike(
+def test_compressed_gradients_give_nearly_the_same_weights(
     jobs: Callable[[str, int], Ranks], alone: Any, tmp_path: Path, compression: str
 ) -> None:
     settings = {"rows": 64, "optim": "sgd", "learning_rate": 0.2, "gradient_compression": compression}
@@ -92,7 +92,7 @@ def test_compressed_gradients_train_nearly_alike(
     assert 0 < apart < (0.2 if compression == "powersgd" else 2e-3)
 
 
-def test_local_sgd_with_one_step_of_sgd_is_the_same_training(
+def test_local_sgd_every_step_equals_ddp_with_sgd(
     jobs: Callable[[str, int], Ranks], alone: Any, tmp_path: Path
 ) -> None:
     # The mean of weights after one step of plain SGD is the step with the mean gradient, unless it was clipped.
@@ -103,7 +103,7 @@ def test_local_sgd_with_one_step_of_sgd_is_the_same_training(
     assert np.abs(results[0]["weights"] - expected).max() < 2e-6
 
 
-def test_local_sgd_ends_with_weights_that_all_agree_on_and_resumes_exactly(
+def test_local_sgd_ends_with_the_same_weights_on_all_ranks_and_resumes_exactly(
     jobs: Callable[[str, int], Ranks], tmp_path: Path
 ) -> None:
     job = jobs("ccl", 2)
@@ -144,9 +144,9 @@ def test_a_balanced_run_resumes_exactly_in_the_middle_of_an_epoch(
 
 def test_the_log_names_the_rank_that_was_waited_for(jobs: Callable[[str, int], Ranks], tmp_path: Path) -> None:
     results = run(jobs("ccl", 2), tmp_path, sleeper=1, num_train_epochs=1)
-    told = [entry for entry in results[0]["history"] if "loss" in entry]
-    assert told
-    assert all(entry["waited_for_rank"] == 1 and entry["waited"] > 0.03 for entry in told)
+    logged = [entry for entry in results[0]["history"] if "loss" in entry]
+    assert logged
+    assert all(entry["waited_for_rank"] == 1 and entry["waited"] > 0.03 for entry in logged)
     entries = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     rows = [row for entry in entries if entry["kind"] == "waits" for row in entry["rows"]]
     steps = [row[0] for row in rows]
@@ -154,7 +154,7 @@ def test_the_log_names_the_rank_that_was_waited_for(jobs: Callable[[str, int], R
     assert all(row[1] == 1 and row[2] > 0.05 and row[3] == 0 for row in rows[1:])
 
 
-def test_an_accelerator_loop_averages_every_so_many_steps_and_before_it_saves(
+def test_an_accelerator_loop_averages_every_k_steps_and_before_it_saves(
     jobs: Callable[[str, int], Ranks],
 ) -> None:
     job = jobs("ccl", 2)
@@ -170,7 +170,7 @@ def test_an_accelerator_loop_averages_every_so_many_steps_and_before_it_saves(
     assert 0 < np.abs(small[0]["after"] - plain[0]["after"]).max() < 1e-3
 
 
-def test_an_accelerator_loop_with_local_sgd_goes_on_from_a_checkpoint(
+def test_an_accelerator_loop_with_local_sgd_resumes_from_a_checkpoint(
     jobs: Callable[[str, int], Ranks], tmp_path: Path
 ) -> None:
     words = {"STOKER_LOCAL_SGD": "2", "STOKER_LOCAL_SGD_OUTER_LR": "0.7", "STOKER_LOCAL_SGD_OUTER_MOMENTUM": "0.9"}
@@ -182,7 +182,7 @@ def test_an_accelerator_loop_with_local_sgd_goes_on_from_a_checkpoint(
         assert np.array_equal(result["whole"], results[0]["whole"])
 
 
-def test_the_words_of_launch_reach_the_ranks() -> None:
+def test_options_of_launch_reach_the_ranks() -> None:
     from stoker.cli.launch import parse
     from stoker.launch.options import to_variables
 

@@ -1,4 +1,4 @@
-"""Four processes on two hosts end with the weights of one process: gloo and ccl alike."""
+"""Four processes on two hosts end with the weights of one process, over gloo and over ccl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a training on fake hosts: `two_hosts_training.py FOLDER BACKEND`; rank 0 leaves its weights in FOLDER."""
+"""One rank of a training on fake hosts: `two_hosts_training.py FOLDER BACKEND`; rank 0 writes its weights to FOLDER."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stoker.distributed.stragglers import verdicts
+from stoker.distributed.stragglers import step_waits
 from stoker.hf.ranks import Ranks
 
 
@@ -20,7 +20,7 @@ def figures(waits: list[list[float]], seconds: float = 0.3) -> dict[str, float]:
         is_world_process_zero=lambda: True,
     )
     ranks = Ranks(trainer)
-    ranks._waiting = SimpleNamespace(take=lambda: verdicts(waits))  # type: ignore[assignment]
+    ranks._waiting = SimpleNamespace(gather=lambda: step_waits(waits))  # type: ignore[assignment]
     ranks._step_seconds = [seconds] * len(waits)
     return ranks.figures()
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from stoker.comm import compiled
+from stoker.kernels import native
 from stoker.machine import cache_directory
 from stoker.tasks import cache
 
@@ -196,7 +197,8 @@ def test_code_of_another_user_in_a_writable_cache_is_not_run(home: Path, monkeyp
     source.write_text(
         f'#include <fcntl.h>\n__attribute__((constructor)) static void run(void) {{ creat("{marker}", 0600); }}\n'
     )
-    planted = folder / f"stoker_ccl-{compiled._key()}.so"
+    planted = folder / compiled._file_name()
+    monkeypatch.setattr(native, "directories", list)  # no installed library either
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(planted)], check=True)
     os.chown(planted, NOBODY, NOBODY)
     for mode in (0o1777, 0o700):  # also after the directory was closed with the file in it
@@ -206,3 +208,27 @@ def test_code_of_another_user_in_a_writable_cache_is_not_run(home: Path, monkeyp
         assert not marker.exists()
     ctypes.CDLL(str(planted))
     assert marker.exists(), "it would have run"
+
+
+@pytest.mark.root
+def test_an_installed_library_is_loaded_only_if_nobody_else_could_have_written_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "sh")
+    installed = home / "installed"
+    installed.mkdir(mode=0o755)
+    library = installed / "thing.so"
+    library.write_bytes(b"installed")
+    library.chmod(0o755)
+    monkeypatch.setattr(native, "directories", lambda: [home / "missing", installed])
+    assert _compiled() == b"installed"
+    library.chmod(0o777)
+    assert _compiled() == b"made anew\n"
+    library.chmod(0o755)
+    installed.chmod(0o777)
+    assert _compiled() == b"made anew\n"
+    installed.chmod(0o755)
+    os.chown(library, NOBODY, NOBODY)
+    assert _compiled() == b"made anew\n"
+    os.chown(library, 0, 0)
+    assert _compiled() == b"installed"

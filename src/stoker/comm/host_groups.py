@@ -1,6 +1,6 @@
-"""Who is on the same host, and by which address the others reach this one.
+"""Which ranks are on the same host, and by which address the other hosts reach this one.
 
-Interfaces are never chosen by name: names differ between hosts, and engines that compare them hang.
+Network interfaces are never chosen by name: names differ between hosts, and libraries that compare them hang.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["address_towards", "exchange", "group_by_host", "host_identity", "own
 def host_identity() -> str:
     """Equal for processes that can share memory. STOKER_CCL_HOST overrides it.
 
-    The boot id tells machines apart whose names are alike; the network namespace tells containers apart.
+    The boot id distinguishes machines with the same name, the network namespace distinguishes containers.
     """
-    if asked := os.environ.get("STOKER_CCL_HOST"):
-        return asked
+    if chosen := os.environ.get("STOKER_CCL_HOST"):
+        return chosen
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -39,7 +39,7 @@ def exchange(store: dist.Store, key: str, rank: int, size: int, value: str) -> l
             found.append(store.get(f"{key}/{other}").decode())
         except dist.DistStoreError as error:
             raise dist.DistStoreError(
-                f"ccl: rank {other} of a group of {size} has not come to set it up: {str(error).splitlines()[0]}"
+                f"ccl: rank {other} of a group of {size} did not join when the group was set up: {str(error).splitlines()[0]}"
             ) from error
     return found
 
@@ -53,11 +53,11 @@ def group_by_host(identities: list[str]) -> list[list[int]]:
 
 
 def address_towards(target: str) -> str | None:
-    """The address of this host on the way to `target`; None if there is no way. Nothing is sent."""
+    """The address of this host on the route to `target`; None if there is no route. Nothing is sent."""
     with contextlib.suppress(OSError):
-        family, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, destination = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)
+            probe.connect(destination)
             found: str = probe.getsockname()[0]
             return found
     return None
@@ -70,11 +70,11 @@ def _is_loopback(address: str) -> bool:
 def own_address(store: dist.Store, rank: int, size: int) -> str | None:
     """The address under which the ranks of other hosts reach this one, found by routing towards them.
 
-    Routes towards MASTER_ADDR first; the host that is the master has only a loopback address on that way and routes
-    towards the first rank that has found a real one.
+    The route towards MASTER_ADDR is tried first. The host of MASTER_ADDR itself finds a loopback address on it, and takes the
+    route towards the first rank that has found a real address.
     """
-    if asked := os.environ.get("STOKER_CCL_ADDRESS"):
-        return asked
+    if chosen := os.environ.get("STOKER_CCL_ADDRESS"):
+        return chosen
     towards_master = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")) or ""
     found = exchange(store, "address", rank, size, towards_master)
     if towards_master and not _is_loopback(towards_master):

@@ -1,7 +1,7 @@
-"""oneCCL between the leaders of hosts: found where it is installed, given what it wants to know, and called through a small
-C library (torch_backend/oneccl.cpp) that is compiled on first use.
+"""Finds, configures and loads oneCCL, which connects the leaders of hosts.
 
-Nothing needs to be sourced: library paths, transport and interface are set in process before it is loaded.
+It is called through a small C library (torch_backend/oneccl.cpp) that is compiled on first use. Nothing needs to be sourced:
+library paths, transport and interface are set in process before it is loaded.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from stoker.kernels.header import Header, read
 __all__ = ["Installation", "OneCCLUnavailable", "find", "header", "join", "library", "settings"]
 
 _JOINING = timedelta(seconds=60)
-"""oneCCL may wait for ever for a host it cannot reach; then gloo serves."""
+"""oneCCL may wait for ever for a host that it cannot reach; after this time gloo is used."""
 
 
 class OneCCLUnavailable(RuntimeError):
-    """oneCCL cannot be used here; the message says why."""
+    """oneCCL cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
 class Installation:
-    """The files of a oneCCL for CPUs and of the libfabric it talks through."""
+    """The files of a oneCCL for CPUs and of the libfabric that it communicates through."""
 
     library: Path
     headers: Path
@@ -46,30 +46,32 @@ class Installation:
 
 
 def find() -> Installation:
-    """`pip install stoker[ccl]` lays both into the environment; an oneAPI installation is found by its variables."""
+    """The installation of `pip install stoker[ccl]`, or an oneAPI installation that CCL_ROOT and I_MPI_ROOT point to."""
     prefixes = [Path(text) for text in (sysconfig.get_paths()["data"], sys.prefix, os.environ.get("CCL_ROOT")) if text]
     fabrics = [prefix / "lib" for prefix in prefixes]
     if mpi := os.environ.get("I_MPI_ROOT"):
         fabrics += [Path(mpi) / "lib", Path(mpi) / "opt" / "mpi" / "libfabric" / "lib", Path(mpi) / "libfabric" / "lib"]
     root = next((prefix for prefix in prefixes if (prefix / "lib/ccl/cpu/lib/libccl.so.1").is_file()), None)
     if root is None or not (root / "include/oneapi/ccl.hpp").is_file():
-        raise OneCCLUnavailable("oneCCL is not installed; `pip install stoker[ccl]` brings it")
+        raise OneCCLUnavailable("oneCCL is not installed; `pip install stoker[ccl]` installs it")
     fabric = next((path for path in fabrics if (path / "libfabric.so.1").is_file()), None)
     if fabric is None:
-        raise OneCCLUnavailable("oneCCL is here but no libfabric; `pip install stoker[ccl]` brings it with Intel MPI")
+        raise OneCCLUnavailable(
+            "oneCCL is installed without libfabric; `pip install stoker[ccl]` installs it with Intel MPI"
+        )
     providers = fabric / "prov" if (fabric / "prov").is_dir() else fabric
     return Installation(root / "lib/ccl/cpu/lib/libccl.so.1", root / "include", fabric / "libfabric.so.1", providers)
 
 
 def settings(installed: Installation, address: str | None) -> dict[str, str]:
-    """The environment that oneCCL gets, unless a person has set it otherwise."""
+    """Environment variables for oneCCL, without those that are set already."""
     found = {
         "CCL_ATL_TRANSPORT": "ofi",  # the mpi transport hangs in processes that mpirun did not start
         "CCL_OFI_LIBRARY_PATH": str(installed.fabric),
         "FI_PROVIDER_PATH": str(installed.providers),
-        "CCL_ATL_SHM": "0",  # within a host there is an engine already
-        "CCL_WORKER_OFFLOAD": "0",  # its own worker would spin on a core that trains
-        "CCL_PROCESS_LAUNCHER": "none",  # leaders are one process per host, whoever has started them
+        "CCL_ATL_SHM": "0",  # within a host Stoker uses shared memory
+        "CCL_WORKER_OFFLOAD": "0",  # its own worker thread would spin on a core that trains
+        "CCL_PROCESS_LAUNCHER": "none",  # leaders are one process per host, whichever launcher started them
         "CCL_LOCAL_RANK": "0",
         "CCL_LOCAL_SIZE": "1",
         "CCL_LOG_LEVEL": "error",
@@ -80,7 +82,7 @@ def settings(installed: Installation, address: str | None) -> dict[str, str]:
 
 
 def _interface_of(address: str | None) -> str | None:
-    """The name of the interface with this IPv4 address: on each host its own, they need not be alike."""
+    """The name of the interface with this IPv4 address; it may differ between hosts."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -96,12 +98,12 @@ def _interface_of(address: str | None) -> str | None:
 
 @functools.cache
 def library(address: str | None) -> ctypes.CDLL:
-    """The C door to oneCCL, compiled if need be. The first call decides on the interface."""
+    """torch_backend/oneccl.cpp, compiled if necessary. The first call decides on the network interface."""
     installed = find()
     os.environ.update(settings(installed, address))
     try:
         path = compile_once(
-            f"stoker_oneccl-{_key(installed)}.so", functools.partial(_command, installed), "the way to oneCCL"
+            f"stoker_oneccl-{_key(installed)}.so", functools.partial(_command, installed), "the interface to oneCCL"
         )
         ctypes.CDLL(str(installed.fabric), mode=ctypes.RTLD_GLOBAL)
         lib = ctypes.CDLL(str(path))
@@ -112,7 +114,7 @@ def library(address: str | None) -> ctypes.CDLL:
 
 @functools.cache
 def header() -> Header:
-    """What torch_backend/oneccl.h declares."""
+    """The declarations of torch_backend/oneccl.h."""
     return read(SOURCES / "oneccl.h")
 
 
@@ -124,16 +126,16 @@ def _key(installed: Installation) -> str:
 
 
 def _command(installed: Installation, compiler: str, target: Path) -> list[str]:
-    where = installed.library.parent
+    directory = installed.library.parent
     return [
         compiler, "-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-w", f"-I{installed.headers}",
         f"-I{native.header().path.parent}", str(SOURCES / "oneccl.cpp"), "-o", str(target), str(installed.library),
-        f"-Wl,-rpath,{where}", "-pthread",
+        f"-Wl,-rpath,{directory}", "-pthread",
     ]  # fmt: skip
 
 
 def join(lib: ctypes.CDLL, store: Any, rank: int, size: int, timeout: timedelta) -> int:
-    """The handle of a wire between `size` leaders that meet through `store`. Collective; raises OneCCLUnavailable."""
+    """The handle of a communicator of `size` leaders. Collective; raises OneCCLUnavailable."""
     seconds = min(timeout, _JOINING).total_seconds()
     buffer = ctypes.create_string_buffer(lib.stoker_oneccl_address_bytes())
     if rank == 0:
@@ -146,6 +148,6 @@ def join(lib: ctypes.CDLL, store: Any, rank: int, size: int, timeout: timedelta)
     handle: int | None = None if failed else lib.stoker_oneccl_join(rank, size, buffer, seconds)
     if handle is None:
         raise OneCCLUnavailable(
-            lib.stoker_oneccl_error().decode(errors="replace") or "the first host could not open it"
+            lib.stoker_oneccl_error().decode(errors="replace") or "the first host could not start it"
         )
     return handle

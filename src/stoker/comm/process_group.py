@@ -1,82 +1,84 @@
-"""Creates a process group of the backend "ccl": the compiled one where it can be had, else the one in Python, said once."""
+"""Creates a process group of the backend "ccl" when torch.distributed asks for one.
+
+It is the compiled backend (torch_backend/backend.cpp) over the connections that connections.py opens. Where a rank of the group
+cannot compile or load it, all ranks of the group use gloo instead, and one sentence says why.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from stoker.comm.engine import SharedMemory
-from stoker.comm.paths import Paths, open_paths
+from stoker.comm.compiled import CompiledUnavailable, load
+from stoker.comm.connections import Member, agree, environment_choice, gloo_group, log, open_connections
+from stoker.comm.host_groups import own_address
+from stoker.comm.shared_memory import open_shared_memory
 
-__all__ = ["create", "open_channel"]
+__all__ = ["create"]
 
-_CHANNEL_PIECE = 64 << 10  # bytes per slot of a point-to-point channel; there may be many of them
-_said: set[str] = set()
+_CHANNEL_SLOT = 64 << 10  # bytes per slot of a point-to-point channel; there may be many of them
+_logged: set[str] = set()
 
 
 def create(options: Any) -> Any:
-    """Called by torch.distributed for every group, on all its ranks, with torch's _DistributedBackendOptions."""
-    asked = os.environ.get("STOKER_CCL_BACKEND") or "auto"
-    if asked not in {"auto", "compiled", "python"}:
-        raise ValueError(f"STOKER_CCL_BACKEND={asked!r} is not a backend; choose auto, compiled or python")
-    module = None if asked == "python" else _compiled(must=asked == "compiled")
-    rank, size = options.group_rank, options.group_size
+    """Called by torch.distributed on all ranks of a new group, with torch's _DistributedBackendOptions."""
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     names = tuple(options.global_ranks_in_group) or tuple(range(size))
-    paths = open_paths(options.store, rank, size, names, options.timeout)
-    if module is None:
-        from stoker.comm.python_group import PythonGroup
+    required = environment_choice("STOKER_CCL_BACKEND") == "compiled"
+    module, problem = _load()
+    members = agree(store, rank, names, problem)
+    for member in members:
+        if member.problem:
+            if required or member.engine == "oneccl":
+                raise CompiledUnavailable(f"the ccl backend is not compiled on {member.host_name}: {member.problem}")
+            return _gloo_instead(store, rank, names, members, member, timeout)
 
-        return PythonGroup(paths)
-    if paths.wire is not None:
-        _bind_wire(module, paths.wire.lib)
+    connections = open_connections(store, rank, names, members, timeout)
+    missing_ranks, oneccl = connections.missing_ranks, connections.oneccl
+    other_leaders = [ranks[0] for ranks in connections.hosts if rank not in ranks]
+
+    def open_channel(source: int, target: int, tag: int, wanted: Callable[[], bool]) -> int:
+        """Shared memory for messages of `tag` from `source` to `target`; both ranks call it, in any order."""
+        prefixed = dist.PrefixStore(f"channel/{source}/{target}/{tag}", store)
+        pair, kind = (names[source], names[target]), members[rank].memory
+        return open_shared_memory(prefixed, int(rank == target), pair, timeout, kind, _CHANNEL_SLOT, wanted)
+
     return module.create(
         rank=rank,
         size=size,
-        local=paths.local.release() if paths.local else 0,
-        here=list(paths.here),
-        hosts=len(paths.hosts),
-        leaders=paths.leaders,
-        flat=paths.flat,
-        wire=paths.wire.handle if paths.wire else 0,
-        wire_takes=list(paths.wire.takes) if paths.wire else [False] * 4,
-        beyond=paths.beyond,
-        timeout=paths.timeout.total_seconds(),
-        explain=paths.roll_call,
-        opener=lambda source, target, tag, wanted: open_channel(paths, source, target, tag, wanted).release(),
+        shared_memory=connections.shared_memory,
+        local_ranks=connections.local_ranks,
+        hosts=len(connections.hosts),
+        leaders=connections.leaders,
+        flat=connections.flat,
+        oneccl_library=oneccl.library._handle if oneccl else 0,
+        oneccl=oneccl.handle if oneccl else 0,
+        oneccl_carries=list(oneccl.carries) if oneccl else [],
+        other_hosts=missing_ranks.describe(other_leaders) if missing_ranks else "",
+        timeout=timeout.total_seconds(),
+        explain=missing_ranks,
+        open_channel=open_channel,
     )
 
 
-def open_channel(paths: Paths, source: int, target: int, tag: int, wanted: Callable[[], bool]) -> SharedMemory:
-    """The one-way channel from `source` to `target` for messages of `tag`; both ranks call it, in any order.
-
-    Once `wanted` says no, whoever is alone there need not wait for the other any more.
-    """
-    store = dist.PrefixStore(f"channel/{source}/{target}/{tag}", paths.store)
-    names = [paths.names[source], paths.names[target]]
-    return SharedMemory.open(store, int(paths.rank == target), 2, names, paths.timeout, _CHANNEL_PIECE, wanted)
-
-
-def _bind_wire(module: Any, lib: ctypes.CDLL) -> None:
-    from stoker.comm.compiled import addresses
-    from stoker.comm.oneccl import header
-
-    module.bind_wire(addresses(lib, header()))
-
-
-def _compiled(must: bool) -> Any:
-    from stoker.comm.compiled import CompiledUnavailable, load
-
+def _load() -> tuple[Any, str]:
+    """The compiled module, or None and the reason."""
     try:
-        return load()
+        return load(), ""
     except CompiledUnavailable as error:
-        if must:
-            raise
-        if not _said:
-            _said.add(str(error))
-            print(f"stoker ccl: the backend runs in Python, a little slower: {error}", file=sys.stderr, flush=True)
-        return None
+        return None, str(error)
+
+
+def _gloo_instead(
+    store: dist.Store, rank: int, names: Sequence[int], members: Sequence[Member], cause: Member, timeout: timedelta
+) -> Any:
+    where = f" on {cause.host_name}" if len({member.host for member in members}) > 1 else ""
+    if rank == 0 and cause.problem not in _logged:
+        log(f"ccl runs on gloo, which is slower, because the backend could not be compiled{where}: {cause.problem}")
+    _logged.add(cause.problem)  # on all ranks: the first rank of a sub-group need not repeat what rank 0 has logged
+    group = gloo_group(store, rank, len(names), timeout, own_address(store, rank, len(names)))
+    group._set_sequence_number_for_group()
+    return group

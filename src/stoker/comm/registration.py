@@ -1,5 +1,7 @@
-"""Makes "ccl" a backend of torch.distributed. Called by torch itself at `import torch`, through the entry point in group
-`torch.backends`, so it imports next to nothing and never raises: whatever is broken costs one line, not every script.
+"""Makes "ccl" a backend of torch.distributed.
+
+torch calls `register` at `import torch`, through the entry point in group `torch.backends`. So it imports next to nothing and
+never raises: if something is broken, it prints one line instead of breaking every script.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Registers the backend "ccl" for CPU tensors, unless somebody else has."""
+    """Registers the backend "ccl" for CPU tensors, unless it is registered already."""
     try:
         import torch.distributed as dist
 

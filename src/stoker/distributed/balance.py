@@ -1,7 +1,7 @@
-"""Batches that cost every rank the same: with padding-free training a step takes as long as the rank with most tokens.
+"""Batches that cost every rank the same: in padding-free training a step takes as long as the rank with the most tokens.
 
-The examples of a global batch stay the same as with torch's own sampler; only which rank gets which of them changes. Each
-rank gets the same number of examples, dealt longest first to the rank with the fewest tokens so far.
+The examples of a global batch are the same as with torch's own sampler; only their assignment to ranks changes. Each rank gets
+the same number of examples, assigned longest first to the rank with the fewest tokens so far.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["TokenBalancedSampler", "deal"]
 def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Positions of `lengths` per rank: equal numbers (up to one, the first ranks get the rest), nearly equal sums.
 
-    Longest first to the lightest rank that still has room; ties go to the lower rank, so every rank computes the same.
+    Longest first to the lightest rank that still has room; ties go to the lower rank, so every rank computes the same assignment.
     """
     room = [len(lengths) // ranks + (rank < len(lengths) % ranks) for rank in range(ranks)]
-    hands: list[list[int]] = [[] for _ in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
     weight = [0] * ranks
     for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min((r for r in range(ranks) if len(hands[r]) < room[r]), key=lambda r: (weight[r], r))
-        hands[rank].append(position)
+        rank = min((r for r in range(ranks) if len(shares[r]) < room[r]), key=lambda r: (weight[r], r))
+        shares[rank].append(position)
         weight[rank] += lengths[position]
-    return [sorted(hand) for hand in hands]
+    return [sorted(share) for share in shares]
 
 
 class TokenBalancedSampler(Sampler[list[int]]):
@@ -50,7 +50,7 @@ class TokenBalancedSampler(Sampler[list[int]]):
         drop_last: bool = False,
         sampler: Any = None,
     ) -> None:
-        """`sampler`: whose order to take instead of an own one; if it has set_epoch, that is called for every epoch."""
+        """`sampler` determines the order of examples, if given; if it has set_epoch, that is called for every epoch."""
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         if not 0 <= rank < ranks:
@@ -73,7 +73,7 @@ class TokenBalancedSampler(Sampler[list[int]]):
         return {"epoch": self.epoch, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int], *, steps: int = 0) -> None:
-        """Resumes in the epoch of `state`, after `steps` global batches of it; the next epoch is whole again."""
+        """Resumes in the epoch of `state`, after `steps` of its global batches; the next epoch starts at its beginning."""
         self.epoch, self.seed, self.start = state["epoch"], state["seed"], steps
 
     def __len__(self) -> int:
@@ -92,9 +92,9 @@ class TokenBalancedSampler(Sampler[list[int]]):
         return torch.randperm(len(self.lengths), generator=generator).tolist()
 
     def weight(self, step: int) -> float:
-        """What this rank's mean loss counts in step `step` of an epoch, so that the mean over ranks is that over examples.
+        """The weight of this rank's mean loss in step `step` of an epoch, so that the mean over ranks is the mean over examples.
 
-        It is 1 but for a short last batch, where ranks may have different numbers of examples, or none of their own.
+        It is 1 except in a short last batch, where ranks may have different numbers of examples, or none of their own.
         """
         total = min(len(self.lengths) - step * self.batch_size * self.ranks, self.batch_size * self.ranks)
         mine = total // self.ranks + (self.rank < total % self.ranks)

@@ -1,7 +1,7 @@
-"""Gradients on the wire in fewer bytes: bf16 with or without error feedback, and PowerSGD from PyTorch, by name.
+"""Gradient compression, selected by name: bf16 with or without error feedback, and PyTorch's PowerSGD.
 
-The ccl engine adds bf16 in fp32 and rounds once. With error feedback a rank keeps what rounding took from its gradient and
-adds it to the next one; what rounding takes from the sum stays lost.
+ccl adds bf16 in fp32 and rounds once. With error feedback a rank keeps the rounding error of its gradient and adds it to the next
+one; the rounding error of the sum is lost.
 """
 
 # No `from __future__ import annotations` here: DDP compares the annotations of a hook with the types themselves.
@@ -14,7 +14,7 @@ from stoker.distributed.settings import COMPRESSIONS
 
 __all__ = ["COMPRESSIONS", "Bf16Hook", "compress_gradients"]
 
-# PyTorch's own 1,000 steps before PowerSGD begins would be a whole fine-tuning run; its paper needs a few to settle.
+# PyTorch's default of 1,000 steps before PowerSGD starts would be a whole fine-tuning run; the paper needs a few steps.
 _POWERSGD_FROM_STEP = 10
 
 
@@ -25,7 +25,7 @@ class Bf16Hook:
         self._group = group
         self._feedback = feedback
         self._errors: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
-        self.__name__ = self.__qualname__ = "stoker_bf16"  # DDP names the hook in its log
+        self.__name__ = self.__qualname__ = "stoker_bf16"  # DDP logs the name of the hook
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradient = bucket.buffer()
@@ -39,7 +39,7 @@ class Bf16Hook:
                 gradient.add_(error)
         small = torch.div(gradient, ranks, out=torch.empty_like(gradient, dtype=torch.bfloat16))
         if self._feedback:
-            # A gradient that is not finite has no error worth keeping; NaN would stay in every gradient from here on.
+            # The error of a gradient that is not finite is dropped: NaN would stay in every later gradient.
             error = torch.sub(gradient, small, alpha=ranks).nan_to_num_(0.0, 0.0, 0.0)
             self._errors[bucket.index()] = (order, error)
         future = dist.all_reduce(small, group=group, async_op=True).get_future()
@@ -51,11 +51,11 @@ class Bf16Hook:
         return result
 
 
-class _AtOnce:
+class _SynchronousGroup:
     """A process group whose allreduce is done when it returns.
 
     PyTorch's PowerSGD starts one allreduce within the callback of another and waits for it there. Callbacks run in the
-    thread that communicates, which would then wait for itself. What is done already runs its callbacks at once instead.
+    thread that communicates, which would then wait for itself. Operations that are already done run their callbacks at once.
     """
 
     def __init__(self, group: Any) -> None:
@@ -71,7 +71,7 @@ class _AtOnce:
 
 
 def compress_gradients(model: torch.nn.parallel.DistributedDataParallel, name: str, *, rank_of_matrix: int = 4) -> None:
-    """Makes `model` send its gradients as `name` says, one of COMPRESSIONS. Call it once, before the first step."""
+    """Makes `model` compress its gradients by the method `name`, one of COMPRESSIONS. Call it once, before the first step."""
     if name not in COMPRESSIONS:
         raise ValueError(f"gradient compression {name!r} is unknown; choose one of {', '.join(COMPRESSIONS)}")
     if name.startswith("bf16"):
@@ -80,7 +80,7 @@ def compress_gradients(model: torch.nn.parallel.DistributedDataParallel, name: s
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         state = powerSGD_hook.PowerSGDState(
-            _AtOnce(model.process_group),
+            _SynchronousGroup(model.process_group),
             matrix_approximation_rank=rank_of_matrix,
             start_powerSGD_iter=_POWERSGD_FROM_STEP,
         )

@@ -1,7 +1,7 @@
-"""Local SGD for slow networks: ranks train alone for some steps, then average; DiLoCo's outer optimizer in between.
+"""Local SGD for slow networks: ranks train alone for some steps, then average their weights, with DiLoCo's outer optimizer.
 
-Every `every` steps the ranks average how far their weights have moved since the last time and an outer Nesterov step
-applies it to the weights all started from. With outer_lr 1 and outer_momentum 0 that is plain averaging of weights.
+Every `every` steps the ranks average the change of their weights since the last average, and an outer Nesterov step applies it to
+the weights that all started from. With outer_lr 1 and outer_momentum 0 that is plain averaging of weights.
 The model must not be wrapped in DDP: nothing is sent between the averages.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["LocalSGD"]
 
 log = logging.getLogger("stoker")
 
-_PIECE = 16 << 20  # elements sent at once: 64 MB, so that the next piece is prepared while the last is on the wire
+_PIECE = 16 << 20  # elements sent at once: 64 MB, so that the next piece is prepared while the last is being sent
 
 
 class LocalSGD:
@@ -34,10 +34,10 @@ class LocalSGD:
         *,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
-        wire: torch.dtype | None = None,
+        sent_dtype: torch.dtype | None = None,
         group: Any = None,
     ) -> None:
-        """`wire`: the type in which moves are sent, torch.bfloat16 for half the bytes; None for the weights' own."""
+        """`sent_dtype`: the type in which changes are sent, torch.bfloat16 for half the bytes; None for the weights' own."""
         if every < 1:
             raise ValueError(f"every={every} must be at least 1 step")
         check_outer(outer_lr, outer_momentum)
@@ -50,7 +50,7 @@ class LocalSGD:
         self.waited = 0.0
         """Seconds the last average took, from this rank's arrival on."""
         self._averaged_at = 0
-        self._wire = wire
+        self._sent_dtype = sent_dtype
         self._group = group
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         with torch.no_grad():
@@ -66,7 +66,7 @@ class LocalSGD:
             settings.local_sgd,
             outer_lr=settings.local_sgd_outer_lr,
             outer_momentum=settings.local_sgd_outer_momentum,
-            wire=torch.bfloat16 if settings.gradient_compression.startswith("bf16") else None,
+            sent_dtype=torch.bfloat16 if settings.gradient_compression.startswith("bf16") else None,
         )
 
     @property
@@ -87,7 +87,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Averages now; also to be called at the end of training and before a checkpoint."""
+        """Averages now. To be called also at the end of training and before a checkpoint."""
         begin = time.perf_counter()
         ranks = dist.get_world_size(self._group)
         sent = [self._send(piece, ranks) for piece in _pieces(self._anchor)]
@@ -107,9 +107,9 @@ class LocalSGD:
         self.waited = time.perf_counter() - begin
 
     def _send(self, piece: Sequence[int], ranks: int) -> tuple[Sequence[int], torch.Tensor, Any]:
-        """Puts the moves of some parameters into one tensor and on the way to the others."""
+        """Starts to average the changes of some parameters, as one tensor."""
         anchors = [self._anchor[i] for i in piece]
-        move = torch.empty(sum(a.numel() for a in anchors), dtype=self._wire or anchors[0].dtype)
+        move = torch.empty(sum(a.numel() for a in anchors), dtype=self._sent_dtype or anchors[0].dtype)
         at = 0
         for i, anchor in zip(piece, anchors, strict=True):
             move[at : at + anchor.numel()] = (anchor - self._parameters[i]).div_(ranks).view(-1)
@@ -120,20 +120,20 @@ class LocalSGD:
         return {"steps": self.steps, "anchor": self._anchor, "velocity": self._velocity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """With another outer momentum than before, one of the two has no velocity: it starts at zero, or is left behind."""
+        """If the outer momentum was turned on or off since the checkpoint, the velocity starts at zero or is dropped."""
         self.steps = self._averaged_at = state["steps"]
         kept = [(self._anchor, state["anchor"])]
         if bool(self._velocity) == bool(state["velocity"]):
             kept.append((self._velocity, state["velocity"]))
         else:
-            done = "starts at zero" if self._velocity else "is left behind"
+            done = "starts at zero" if self._velocity else "is dropped"
             log.warning("local_sgd: the checkpoint had another outer momentum; the velocity of the averages %s", done)
         for mine, theirs in kept:
             for tensor, saved in zip(mine, theirs, strict=True):
                 tensor.copy_(saved)
 
-    def start_here(self) -> None:
-        """The weights were replaced by ones that all ranks hold: they are what the ranks start from, and nothing moves yet."""
+    def restart_from_weights(self) -> None:
+        """The weights were replaced by others, the same on all ranks: changes are counted from these."""
         for anchor, parameter in zip(self._anchor, self._parameters, strict=True):
             anchor.copy_(parameter.detach())
         for velocity in self._velocity:
@@ -141,7 +141,7 @@ class LocalSGD:
         self._averaged_at = self.steps
 
     def follow_first_rank(self) -> None:
-        """All go on from where rank 0 is, whatever each of them has found in a checkpoint; a collective."""
+        """All ranks continue from the state of rank 0, whatever each has loaded from a checkpoint. Collective."""
         first = dist.get_global_rank(self._world, 0)
         steps = torch.tensor([self.steps])
         for tensor in [steps, *self._anchor, *self._velocity]:

@@ -108,7 +108,7 @@ class Accelerator(_Stock):  # type: ignore[misc]
             if path.is_file():
                 self._local_sgd.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
             else:
-                self._local_sgd.start_here()
+                self._local_sgd.restart_from_weights()
             self._local_sgd.follow_first_rank()
         return result
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from stoker.distributed.balance import TokenBalancedSampler
 from stoker.distributed.compression import compress_gradients
 from stoker.distributed.local_sgd import LocalSGD
 from stoker.distributed.settings import DistributedSettings
-from stoker.distributed.stragglers import Arrival, StepWait, Waiting
+from stoker.distributed.stragglers import LastGradient, StragglerLog, WaitTimes
 from stoker.hf.batches import lengths_of
 from stoker.requires import require, supported
 
@@ -41,10 +40,6 @@ BUCKET_MB = 100
 fewer collectives, each of which waits for the slowest rank."""
 
 _LENGTHS_READ = 50_000  # rows of a dataset that does not know its lengths; reading more would delay the first step
-# A rank is reported as slow if it was the last in this share of the collectives, over this many steps, and the others lost
-# this share of the step time.
-_SLOW_SHARE, _SLOW_STEPS, _SLOW_TIME = 0.8, 10, 0.1
-_SLOW_COLLECTIVES = 3  # fewer may be chance; local SGD has one collective in K steps
 
 
 class Ranks:
@@ -56,11 +51,11 @@ class Ranks:
         self.balanced: TokenBalancedSampler | None = None
         self.compressed: nn.Module | None = None
         """The wrapped model whose gradients are sent compressed."""
-        self._arrival: Arrival | None = None
-        self._waiting: Waiting | None = None
+        self._arrival: LastGradient | None = None
+        self._waiting: WaitTimes | None = None
         self._began = 0.0
         self._step_seconds: list[float] = []
-        self._reported_slow: set[int] = set()
+        self._straggler_log = StragglerLog()
         self._deferred: set[str] = set()
         """Flags of TrainerControl that wait for the next average of local SGD."""
         self._resumed_from: Path | None = None
@@ -91,7 +86,7 @@ class Ranks:
             warn_of_ignored_settings(settings)
             return
         model = trainer.model_wrapped
-        self._waiting = Waiting()
+        self._waiting = WaitTimes()
         if settings.local_sgd:
             self.local = LocalSGD.from_settings(trainer.model, settings)
             self._load_local()
@@ -102,7 +97,7 @@ class Ranks:
             if settings.gradient_compression != "none" and self.compressed is not model:  # train() may be called again
                 compress_gradients(model, settings.gradient_compression)
                 self.compressed = model
-            self._arrival = Arrival(trainer.model)
+            self._arrival = LastGradient(trainer.model)
         elif settings.gradient_compression != "none" and trainer.is_world_process_zero():
             log.warning(NOT_IN_DDP, settings)
 
@@ -193,7 +188,7 @@ class Ranks:
         """How long ranks waited, and for which one, since the last call. A collective."""
         if self._waiting is None or not self._step_seconds:
             return {}
-        steps = self._waiting.take()
+        steps = self._waiting.gather()
         seconds = sum(self._step_seconds) / len(self._step_seconds)
         self._step_seconds = []
         if not steps:
@@ -201,25 +196,7 @@ class Ranks:
         last = self.trainer.state.global_step
         rows = [[last - len(steps) + 1 + i, one.slowest, *one.waited] for i, one in enumerate(steps)]
         self.trainer.recorder.write("waits", step=last, seconds=round(seconds, 4), rows=rows)
-        waits = [one for one in steps if one.longest]  # between the averages of local SGD no rank waits
-        if not waits:
-            return {"waited": 0.0}
-        slowest, times = Counter(one.slowest for one in waits).most_common(1)[0]
-        lost = sum(sum(one.waited) for one in waits) / len(steps) / len(steps[0].waited)
-        self._warn_of_slow_rank(slowest, times, waits, len(steps), seconds)
-        return {"waited": round(lost, 4), "waited_for_rank": slowest}
-
-    def _warn_of_slow_rank(self, slowest: int, times: int, waits: list[StepWait], steps: int, seconds: float) -> None:
-        longest = sum(one.longest for one in waits) / steps
-        many = steps >= _SLOW_STEPS and len(waits) >= _SLOW_COLLECTIVES and times >= _SLOW_SHARE * len(waits)
-        if not many or longest < _SLOW_TIME * seconds or slowest in self._reported_slow:
-            return
-        self._reported_slow.add(slowest)
-        if self.trainer.is_world_process_zero():
-            log.warning(
-                "rank %d is slow: the other ranks waited for it in %d of the last %d synchronizations, on average %.2f s of a "
-                "step of %.2f s; check what else runs on its machine", slowest, times, len(waits), longest, seconds,
-            )  # fmt: skip
+        return self._straggler_log.figures(steps, seconds, warn=self.trainer.is_world_process_zero())
 
     # Checkpoints
 

@@ -27,6 +27,7 @@ __all__ = [
     "available",
     "call",
     "constants",
+    "directories",
     "dtype_code",
     "dtypes",
     "header",
@@ -61,7 +62,7 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-def _directories() -> list[Path]:
+def directories() -> list[Path]:
     """Where the library may lie: a developer's build, the package itself, the place pip installed it to."""
     found = []
     if override := os.environ.get("STOKER_NATIVE_DIR"):
@@ -95,7 +96,7 @@ def level() -> str:
 def _path() -> Path:
     """The library of the current level."""
     name = f"libstoker-{level()}.so"
-    tried = [directory / name for directory in _directories()]
+    tried = [directory / name for directory in directories()]
     path = next((candidate for candidate in tried if candidate.is_file()), None)
     if path is None:
         places = ", ".join(str(candidate.parent) for candidate in tried)

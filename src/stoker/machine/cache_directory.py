@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 __all__ = [
-    "UntrustedCache", "cache_directory", "check_file", "load", "make_directory", "open_file", "save", "trusted_directory", "warn",
+    "UntrustedCache", "cache_directory", "check_file", "check_installed", "load", "make_directory", "open_file", "save",
+    "trusted_directory", "warn",
     "writing",
 ]  # fmt: skip
 
@@ -93,6 +94,16 @@ def make_directory(inside: str = "") -> Path:
 def check_file(path: Path) -> None:
     """Raises UntrustedCache unless `path` is a regular file that only the user may write, OSError if it is missing."""
     _check_status(path, os.lstat(path))
+
+
+def check_installed(path: Path) -> None:
+    """As `check_file`, for a file of an installed package: it may also belong to root, or to whoever installed Stoker."""
+    owners = (0, os.geteuid(), os.stat(__file__).st_uid)
+    directory = os.lstat(path.parent)
+    status = os.lstat(path)
+    if directory.st_uid not in owners or _others_write(path.parent, directory):
+        raise _untrusted(path, f"others may write to {path.parent}", f"run `chmod go-w {path.parent}`")
+    _check_status(path, status, owners)
 
 
 def open_file(path: Path, *, make: bool = False) -> IO[bytes]:
@@ -181,10 +192,10 @@ def _check_parent(parent: Path, directory: Path) -> None:
         )  # fmt: skip
 
 
-def _check_status(path: Path, status: os.stat_result) -> None:
+def _check_status(path: Path, status: os.stat_result, owners: tuple[int, ...] = ()) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise _untrusted(path, "it is not a regular file", "remove it")
-    if status.st_uid != os.geteuid():
+    if status.st_uid not in (owners or (os.geteuid(),)):
         raise _untrusted(path, f"it belongs to {_user(status.st_uid)}", "remove it")
     if _others_write(path, status):
         raise _untrusted(path, f"others may write to it (mode {_mode(status)})", "remove it")

@@ -1,8 +1,8 @@
-// A plain C door to oneCCL, whose interface is C++: allreduce between the leaders of hosts, nothing else.
+// A plain C interface to oneCCL, whose own is C++: allreduce between the leaders of hosts, nothing else.
 //
 // Compiled on first use against the oneCCL that is installed (see ../oneccl.py). One thread makes all calls of oneCCL and
-// drives whatever is on the wire, so that the callers can meanwhile reduce the next piece, and operations of several groups
-// may begin in any order. A wait ends at its deadline: oneCCL itself waits for ever for a host that has died.
+// advances its operations, so that callers can reduce the next piece meanwhile, and operations of several groups may start in
+// any order. A wait ends at its deadline: oneCCL itself waits for ever for a host that has died.
 #include <oneapi/ccl.hpp>
 
 #include <sys/prctl.h>
@@ -30,13 +30,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-struct Wire {
-  std::shared_ptr<ccl::kvs> meeting;
+struct Communicator {
+  std::shared_ptr<ccl::kvs> store;
   std::optional<ccl::communicator> ranks;
 };
 
 struct Task {
-  std::function<ccl::event()> begin;  // an operation on the wire
+  std::function<ccl::event()> begin;  // starts an operation
   std::function<void()> run;          // or a call that blocks until it is done
   std::optional<ccl::event> event;
   std::string error;
@@ -70,14 +70,14 @@ class Driver {
 
  private:
   void drive() {
-    prctl(PR_SET_TIMERSLACK, 1000UL);  // in ns; by default a sleep of 20 us takes 70, too long for a fast wire
+    prctl(PR_SET_TIMERSLACK, 1000UL);  // in ns; by default a sleep of 20 us takes 70, too long for a fast network
     int idle = 0;
     for (;;) {
       Shared task;
       {
         std::unique_lock<std::mutex> hold(mutex_);
         if (active_.empty()) change_.wait(hold, [this] { return !fresh_.empty(); });
-        // What blocks waits until the wire is empty: another host may need this one's help to get there too.
+        // A blocking call waits until no operation is active: another host may need this one to get that far too.
         if (!fresh_.empty() && (fresh_.front()->begin || active_.empty())) {
           task = fresh_.front();
           fresh_.pop_front();
@@ -111,7 +111,7 @@ class Driver {
       bool over = (*at)->abandoned;
       if (!over) over = !attempt(*at, [&] { over = (*at)->event->test(); }) || over;
       if (over) {
-        if ((*at)->abandoned) new std::optional<ccl::event>(std::move((*at)->event));  // its memory is oneCCL's for good
+        if ((*at)->abandoned) new std::optional<ccl::event>(std::move((*at)->event));  // leaked: oneCCL may still write to it
         finish(*at);
         at = active_.erase(at);
         any = true;
@@ -130,7 +130,7 @@ class Driver {
     } catch (const std::exception& error) {
       task->error = error.what();
     } catch (...) {
-      task->error = "oneCCL failed without words";
+      task->error = "oneCCL failed without a message";
     }
     return false;
   }
@@ -150,13 +150,13 @@ class Driver {
   bool started_ = false;
 };
 
-// Never destroyed: its thread may outlive main().
+// Never destroyed, because its thread may outlive main().
 Driver& driver() {
   static Driver* const one = new Driver;
   return *one;
 }
 
-// oneCCL remarks on stdout that its log level was set; whatever it says belongs to stderr.
+// oneCCL prints to stdout that its log level was set; what it prints while it starts goes to stderr.
 void initialise() {
   static bool done = false;
   if (done) return;
@@ -178,9 +178,9 @@ void initialise() {
   close(kept);
 }
 
-std::shared_ptr<ccl::kvs> meeting;  // the first rank keeps it between announce() and join()
+std::shared_ptr<ccl::kvs> announced_store;  // kept by the first rank between announce() and join()
 
-// By stoker_dtype and stoker_reduction; -1: oneCCL has none for it.
+// Indexed by stoker_dtype and stoker_reduction; -1: oneCCL has no equivalent.
 constexpr int kTypes[] = {
     static_cast<int>(ccl::datatype::float32), static_cast<int>(ccl::datatype::float64),
     static_cast<int>(ccl::datatype::bfloat16), static_cast<int>(ccl::datatype::float16),
@@ -210,23 +210,23 @@ STOKER_API int32_t stoker_oneccl_announce(char* address, double seconds) {
   const auto found = std::make_shared<ccl::kvs::address_type>();
   const int code = blocking(seconds, [found] {
     initialise();
-    meeting = ccl::create_main_kvs();
-    *found = meeting->get_address();
+    announced_store = ccl::create_main_kvs();
+    *found = announced_store->get_address();
   });
   if (!code) std::memcpy(address, found->data(), found->size());
   return code;
 }
 
 STOKER_API void* stoker_oneccl_join(int32_t rank, int32_t size, const char* address, double seconds) {
-  const auto wire = std::make_shared<Wire>();
+  const auto communicator = std::make_shared<Communicator>();
   ccl::kvs::address_type where;
   std::memcpy(where.data(), address, where.size());
-  const int code = blocking(seconds, [wire, where, rank, size] {
+  const int code = blocking(seconds, [communicator, where, rank, size] {
     initialise();
-    wire->meeting = rank == 0 ? std::move(meeting) : ccl::create_kvs(where);
-    wire->ranks.emplace(ccl::create_communicator(size, rank, wire->meeting));
+    communicator->store = rank == 0 ? std::move(announced_store) : ccl::create_kvs(where);
+    communicator->ranks.emplace(ccl::create_communicator(size, rank, communicator->store));
   });
-  return code ? nullptr : new Wire(std::move(*wire));
+  return code ? nullptr : new Communicator(std::move(*communicator));
 }
 
 STOKER_API int32_t stoker_oneccl_reduces(int32_t dtype, int32_t op) {
@@ -234,11 +234,11 @@ STOKER_API int32_t stoker_oneccl_reduces(int32_t dtype, int32_t op) {
 }
 
 STOKER_API void* stoker_oneccl_allreduce(void* handle, void* data, int64_t count, int32_t dtype, int32_t op) {
-  auto* wire = static_cast<Wire*>(handle);
+  auto* communicator = static_cast<Communicator*>(handle);
   auto* task = new Shared(std::make_shared<Task>());
-  (*task)->begin = [wire, data, count, dtype, op] {
+  (*task)->begin = [communicator, data, count, dtype, op] {
     return ccl::allreduce(data, data, static_cast<std::size_t>(count), static_cast<ccl::datatype>(kTypes[dtype]),
-                          static_cast<ccl::reduction>(kOps[op]), *wire->ranks);
+                          static_cast<ccl::reduction>(kOps[op]), *communicator->ranks);
   };
   driver().give(*task);
   return task;
@@ -250,5 +250,5 @@ STOKER_API int32_t stoker_oneccl_wait(void* request, double seconds) {
 }
 
 STOKER_API void stoker_oneccl_leave(void* handle, double seconds) {
-  blocking(seconds, [handle] { delete static_cast<Wire*>(handle); });
+  blocking(seconds, [handle] { delete static_cast<Communicator*>(handle); });
 }

@@ -9,20 +9,21 @@ STOKER_API const char* stoker_oneccl_error(void);
 // The size of the address that announce writes and join reads.
 STOKER_API int64_t stoker_oneccl_address_bytes(void);
 
-// The first rank: opens the meeting point and writes its address, which the others hand to join. 0: done. 1: failed. 2: late.
+// The first rank: opens oneCCL's key-value store and writes its address, which all ranks pass to join. 0: done. 1: failed.
+// 2: timed out.
 STOKER_API int32_t stoker_oneccl_announce(char* address, double seconds);
 
-// All ranks, together: the handle of a wire, which leave frees; null on failure.
+// All ranks, together: a communicator, which leave frees; null on failure.
 STOKER_API void* stoker_oneccl_join(int32_t rank, int32_t size, const char* address, double seconds);
 
-// Whether allreduce takes this pair of a stoker_dtype and a stoker_reduction.
+// Whether allreduce supports this pair of a stoker_dtype and a stoker_reduction.
 STOKER_API int32_t stoker_oneccl_reduces(int32_t dtype, int32_t op);
 
-// In place; returns at once with a request, which wait takes.
-STOKER_API void* stoker_oneccl_allreduce(void* wire, void* data, int64_t count, int32_t dtype, int32_t op);
+// In place; returns at once with a request, which must be passed to wait.
+STOKER_API void* stoker_oneccl_allreduce(void* communicator, void* data, int64_t count, int32_t dtype, int32_t op);
 
-// 0: done. 1: failed. 2: late. The request is freed.
+// 0: done. 1: failed. 2: timed out. Frees the request.
 STOKER_API int32_t stoker_oneccl_wait(void* request, double seconds);
 
-// In good order, all ranks together; a wire that has failed is not left but forgotten.
-STOKER_API void stoker_oneccl_leave(void* wire, double seconds);
+// Frees the communicator, all ranks together. A communicator that has failed is never freed.
+STOKER_API void stoker_oneccl_leave(void* communicator, double seconds);

@@ -1,4 +1,4 @@
-// Tensors as the engine sees them: addresses, sizes, and numbers for types and reductions.
+// Tensors as the functions of stoker.h take them: addresses, sizes, and codes of types and reductions.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -27,38 +27,46 @@ int type_code(const at::Tensor& tensor) {
   }
 }
 
+struct Reduction {
+  c10d::ReduceOp::RedOpType torch;
+  int stoker;
+};
+constexpr Reduction kReductions[] = {
+    {c10d::ReduceOp::SUM, STOKER_SUM}, {c10d::ReduceOp::AVG, STOKER_AVG},   {c10d::ReduceOp::PRODUCT, STOKER_PRODUCT},
+    {c10d::ReduceOp::MIN, STOKER_MIN}, {c10d::ReduceOp::MAX, STOKER_MAX},   {c10d::ReduceOp::BAND, STOKER_BAND},
+    {c10d::ReduceOp::BOR, STOKER_BOR}, {c10d::ReduceOp::BXOR, STOKER_BXOR},
+};
+
 int op_code(const c10d::ReduceOp& op) {
-  switch (op) {
-    case c10d::ReduceOp::SUM: return STOKER_SUM;
-    case c10d::ReduceOp::AVG: return STOKER_AVG;
-    case c10d::ReduceOp::PRODUCT: return STOKER_PRODUCT;
-    case c10d::ReduceOp::MIN: return STOKER_MIN;
-    case c10d::ReduceOp::MAX: return STOKER_MAX;
-    case c10d::ReduceOp::BAND: return STOKER_BAND;
-    case c10d::ReduceOp::BOR: return STOKER_BOR;
-    case c10d::ReduceOp::BXOR: return STOKER_BXOR;
-    default: TORCH_CHECK(false, "ccl knows the reductions SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR");
-  }
+  for (const auto& known : kReductions)
+    if (op == known.torch) return known.stoker;
+  TORCH_CHECK(false, "ccl supports the reductions SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR only");
 }
 
-// A tensor as contiguous memory; back() copies a stand-in's contents to the tensor it stands for.
+c10d::ReduceOp::RedOpType torch_op(int code) {
+  for (const auto& known : kReductions)
+    if (code == known.stoker) return known.torch;
+  TORCH_CHECK(false, "reduction ", code, " does not exist");
+}
+
+// A tensor as contiguous memory: the tensor itself, or a contiguous copy, which copy_back() writes to the tensor.
 struct Dense {
   explicit Dense(const at::Tensor& tensor) : tensor(tensor) {
-    TORCH_CHECK(tensor.device().is_cpu() && tensor.layout() == at::kStrided, "ccl works on dense CPU tensors, not on one of ",
+    TORCH_CHECK(tensor.device().is_cpu() && tensor.layout() == at::kStrided, "ccl takes dense CPU tensors, not one of ",
                 tensor.layout(), " on ", tensor.device());
     dense = tensor.contiguous().resolve_conj().resolve_neg();
   }
   void* data() const { return dense.data_ptr(); }
   int64_t count() const { return dense.numel(); }
   int64_t bytes() const { return static_cast<int64_t>(dense.nbytes()); }
-  void back() const {
+  void copy_back() const {
     if (!dense.is_same(tensor)) tensor.detach().copy_(dense);
   }
   at::Tensor tensor, dense;
 };
 
-// What is added up: complex numbers as pairs of real ones, which have the same sum and mean.
-at::Tensor numbers(const at::Tensor& dense, int op) {
+// Complex numbers as pairs of real ones, which have the same sum and mean; other tensors as they are.
+at::Tensor real_numbers(const at::Tensor& dense, int op) {
   return dense.is_complex() && (op == STOKER_SUM || op == STOKER_AVG) ? at::view_as_real(dense) : dense;
 }
 
@@ -80,18 +88,18 @@ std::vector<int64_t> sizes_in_bytes(const std::vector<Dense>& items) {
   return all;
 }
 
-// The engine sees addresses only: what does not fit together is refused here, or it would write past a tensor's end.
+// stoker.h takes addresses without shapes: tensors that do not fit together are refused here, before anything is overwritten.
 void expect_list(const char* operation, const std::vector<at::Tensor>& list, int ranks) {
   TORCH_CHECK_VALUE(static_cast<int>(list.size()) == ranks, operation, ": a list of ", list.size(), " tensors for a group of ",
-                    ranks, " ranks; give one for each");
+                    ranks, " ranks; pass one for each");
 }
 
 void expect_type(const char* operation, const at::Tensor& one, const at::Tensor& other) {
   TORCH_CHECK_VALUE(one.scalar_type() == other.scalar_type(), operation, ": tensors of ", one.scalar_type(), " and of ",
-                    other.scalar_type(), "; all must have one type");
+                    other.scalar_type(), "; all must have the same type");
 }
 
-// `gathered`: how many inputs make an output; `scattered`: how many outputs an input is cut into.
+// `gathered`: how many inputs make one output; `scattered`: how many outputs one input is divided into.
 void expect_fit(const char* operation, const at::Tensor& input, const at::Tensor& output, int gathered = 1, int scattered = 1) {
   expect_type(operation, input, output);
   const int ranks = std::max(gathered, scattered);

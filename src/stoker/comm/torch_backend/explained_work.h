@@ -1,26 +1,26 @@
-// An operation of gloo between hosts that, when it fails, says who is missing.
+// An operation of gloo between hosts whose error names the missing ranks.
 #pragma once
 
-#include "lane.h"
+#include "operation_queue.h"
 
 namespace {
 
-using Explain = std::function<std::string(std::string)>;  // what went wrong -> the same, with the names of the missing
+using Explain = std::function<std::string(std::string)>;  // an error message -> the same with the missing ranks added
 
-class Named : public Work {
+class ExplainedWork : public Work {
  public:
-  Named(Ref<Work> inner, Explain explain)
+  ExplainedWork(Ref<Work> inner, Explain explain)
       : Work(-1, inner->retrieveOpType()), inner_(std::move(inner)), explain_(std::move(explain)) {}
 
   bool wait(Milliseconds timeout) override {
-    std::string trouble;
+    std::string problem;
     try {
       return inner_->wait(timeout);
     } catch (const std::exception& error) {
-      trouble = error.what();
+      problem = error.what();
     }
     const pybind11::gil_scoped_acquire gil;
-    C10_THROW_ERROR(DistBackendError, explain_("ccl: " + trouble));
+    C10_THROW_ERROR(DistBackendError, explain_("ccl: " + problem));
   }
 
   bool isCompleted() override { return inner_->isCompleted(); }
@@ -34,7 +34,7 @@ class Named : public Work {
 
  private:
   Ref<Work> inner_;
-  const Explain explain_;  // a copy: an operation may outlive its group
+  const Explain explain_;  // a copy, because an operation may outlive its group
 };
 
 }  // namespace

@@ -1,17 +1,17 @@
-// What gloo, between hosts, has no words for, made of what it has: means, gathers of unequal parts, lists of alltoall.
+// Collectives that gloo lacks, composed of those it has: means, gathers of uneven sizes, alltoall of lists.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <numeric>
 
-#include "lane.h"
+#include "operation_queue.h"
 #include "tensors.h"
 
 namespace {
 
-// An operation of gloo that has begun, and what makes of its result what was asked for.
-struct Begun {
+// An operation of gloo that has been started, and what to do with its result.
+struct StartedWork {
   Ref<Work> work;
   std::function<void()> after;
 };
@@ -24,12 +24,12 @@ bool averages(const Options& opts, const at::Tensor& tensor) {
 }
 
 template <typename Options>
-Options summing(Options opts) {
+Options with_sum(Options opts) {
   opts.reduceOp = c10d::ReduceOp::SUM;
   return opts;
 }
 
-bool alike(const std::vector<at::Tensor>& tensors) {
+bool same_sizes(const std::vector<at::Tensor>& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](const auto& t) { return t.sizes() == tensors[0].sizes(); });
 }
 
@@ -38,8 +38,8 @@ void copy_to(const std::vector<at::Tensor>& outputs, const std::vector<at::Tenso
     outputs[i].detach().copy_(flat[i].narrow(0, 0, outputs[i].numel()).view(outputs[i].sizes()));
 }
 
-// Everyone sends as much as the one who has most.
-Begun gather_uneven(c10d::Backend& gloo, const std::vector<at::Tensor>& outputs, const at::Tensor& input,
+// Every rank sends as many elements as the largest output has.
+StartedWork gather_uneven(c10d::Backend& gloo, const std::vector<at::Tensor>& outputs, const at::Tensor& input,
                     const c10d::AllgatherOptions& opts) {
   int64_t most = input.numel();
   for (const auto& output : outputs) most = std::max(most, output.numel());
@@ -50,7 +50,7 @@ Begun gather_uneven(c10d::Backend& gloo, const std::vector<at::Tensor>& outputs,
   return {gloo.allgather(into, sent, opts), [outputs, got] { copy_to(outputs, got); }};
 }
 
-Begun exchange_lists(c10d::Backend& gloo, const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+StartedWork exchange_lists(c10d::Backend& gloo, const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
                      const c10d::AllToAllOptions& opts) {
   std::vector<at::Tensor> parts;
   std::vector<int64_t> sent, received;
@@ -58,7 +58,7 @@ Begun exchange_lists(c10d::Backend& gloo, const std::vector<at::Tensor>& outputs
   for (const auto& output : outputs) received.push_back(output.numel());
   at::Tensor from = at::cat(parts);
   at::Tensor to = at::empty({std::accumulate(received.begin(), received.end(), int64_t{0})}, from.options());
-  auto lengths = received;  // gloo takes the vectors it is given for itself
+  auto lengths = received;  // gloo moves from the vectors it is given
   return {gloo.alltoall_base(to, from, lengths, sent, opts),
           [outputs, to, received] { copy_to(outputs, to.split_with_sizes(received)); }};
 }

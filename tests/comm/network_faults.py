@@ -1,5 +1,5 @@
 """Run by every rank on the fake hosts while a test breaks something between them: allreduces until a file appears or an
-operation fails, and says how it went."""
+operation fails, and prints the outcome."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ start, steps = time.monotonic(), 0
 try:
     while True:
         x.fill_(float(rank))
-        x[-1] = float(stop.exists())  # all ranks end together: whoever sees the file tells the others
+        x[-1] = float(stop.exists())  # all ranks end together: the first to see the file passes it on
         dist.all_reduce(x, group=group)
         steps += 1
         assert x[0].item() == x[-2].item() == sum(range(size)), x
@@ -34,6 +34,6 @@ try:
             break
 except RuntimeError as error:
     print(f"FAILED after {time.monotonic() - start:.1f} s: {' '.join(str(error).split())}", flush=True)
-    os._exit(3)  # what follows an error is not the test's business
+    os._exit(3)  # what follows an error is not tested
 print(f"DONE after {steps} allreduces", flush=True)
 dist.destroy_process_group()
