@@ -27,7 +27,7 @@ SOURCE = Path(stoker.__file__).parent
 TEXTS = {path: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py") if path.name != "requires.py"}
 LISTED = {name for part in requires.PARTS.values() for need in part.needs for name in re.findall(r"\w+", need)}
 HOLDERS = {"_ActionsContainer"}  # classes that the table names only to say where an attribute is set
-DOCUMENTED = {"os._exit", "library._name"}
+DOCUMENTED = {"os._exit", "library._name", "library._handle"}
 """Names with an underscore that Python's own documentation describes."""
 
 

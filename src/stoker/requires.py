@@ -220,16 +220,12 @@ PARTS: dict[str, Part] = {
     "ccl": Part(
         "the ccl backend cannot be used",
         (
-            "torch._C._distributed_c10d:Work._source_rank",
             "torch.distributed:ProcessGroupGloo._Options",
             "torch.distributed:ProcessGroupGloo.create_default_device",
             "torch.distributed:ProcessGroupGloo.create_device",
-            "torch.distributed:ProcessGroupGloo._allgather_base",
-            "torch.distributed:ProcessGroupGloo._reduce_scatter_base",
-            "torch.distributed:ProcessGroup._set_group_desc",
-            "torch.distributed:ProcessGroup._set_group_name",
-            "torch._C._distributed_c10d:ProcessGroupGloo._Options._devices",
-            "torch._C._distributed_c10d:ProcessGroupGloo._Options._timeout",
+            "torch.distributed:ProcessGroupGloo._set_sequence_number_for_group",
+            "torch.distributed:ProcessGroupGloo._Options._devices",
+            "torch.distributed:ProcessGroupGloo._Options._timeout",
         ),
     ),
     "destroyed groups": Part(

@@ -49,7 +49,8 @@ class CompiledUnavailable(RuntimeError):
 def load() -> Any:
     """The compiled module."""
     # The backend calls the functions of csrc/stoker.h directly: the native library must offer them to libraries loaded later.
-    ctypes.CDLL(native.library()._name, mode=ctypes.RTLD_GLOBAL)
+    library = native.library()
+    ctypes.CDLL(library._name, mode=ctypes.RTLD_GLOBAL)
     path = build()
     try:
         spec = importlib.util.spec_from_file_location(_MODULE, path)

@@ -38,6 +38,7 @@ def create(options: Any) -> Any:
 
     connections = open_connections(store, rank, names, members, timeout)
     missing_ranks, oneccl = connections.missing_ranks, connections.oneccl
+    library = oneccl.library if oneccl else None
     other_leaders = [ranks[0] for ranks in connections.hosts if rank not in ranks]
 
     def open_channel(source: int, target: int, tag: int, wanted: Callable[[], bool]) -> int:
@@ -54,7 +55,7 @@ def create(options: Any) -> Any:
         hosts=len(connections.hosts),
         leaders=connections.leaders,
         flat=connections.flat,
-        oneccl_library=oneccl.library._handle if oneccl else 0,
+        oneccl_library=library._handle if library else 0,
         oneccl=oneccl.handle if oneccl else 0,
         oneccl_carries=list(oneccl.carries) if oneccl else [],
         other_hosts=missing_ranks.describe(other_leaders) if missing_ranks else "",
