@@ -138,7 +138,7 @@ def test_a_step_that_is_text_is_left_out_and_counted(tmp_path: Path, capsys: pyt
     RunLog(tmp_path).write("start", resumed_at=[], arguments={MARKUP: MARKUP})
     assert main(["report", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text()
-    sentence = f"2 of {len(GOOD) + 2} lines are damaged and left out."
+    sentence = f"2 of {len(GOOD) + 2} lines are damaged and skipped."
     assert sentence in text
     assert sentence in capsys.readouterr().err
     assert "<script" not in text
