@@ -209,7 +209,9 @@ def test_options_that_withhold_predictions_are_ignored_with_a_warning(
     from stoker.tasks.classify.train import ClassifyOptions, predict_all_rows
     from stoker.tasks.training_options import OptionParser
 
+    # Whatever commands that ran before have set up: each record reaches the root logger, once.
     monkeypatch.setattr(logging.getLogger("stoker"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("stoker"), "handlers", [])
     needed = ["--model_name_or_path", "m", "--output_dir", str(tmp_path)]
     withheld = ["--no_eval_do_concat_batches", "--batch_eval_metrics", "--prediction_loss_only"]
     *_, args = OptionParser("train classify", ClassifyOptions).read([*needed, *withheld])
