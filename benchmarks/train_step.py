@@ -3,6 +3,7 @@
     python benchmarks/train_step.py                                  every case, about half an hour on two cores
     python benchmarks/train_step.py --case bert-qa --steps 7         one of them
     python benchmarks/train_step.py --case minilm-qa --ablate        each part of optimize switched off in turn
+    python benchmarks/train_step.py --before ../earlier/src ../earlier/build/native   an earlier version beside this one
 
 The stock side is the step of HF's Trainer as run_qa.py starts it: forward, backward, clipping at 1.0, fused AdamW, padded to
 max_seq_length for QA and to the longest of the batch for MRPC. All sides see the same token counts (benchmarks/lengths.py) and
@@ -15,6 +16,7 @@ import argparse
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +132,13 @@ def stoker(name: str, dtype: str = "float32", **switches: Any) -> Step:
     return training(CASES[name], CASES[name].pad_to, prepare, clip=clip_grad_norm_)
 
 
+def before(build: Callable[[], Step], source: str, native: str) -> Step:
+    """`build` with another version of Stoker: the `src/` folder of its checkout, and the folder of its native libraries."""
+    sys.path.insert(0, source)
+    os.environ["STOKER_NATIVE_DIR"] = native
+    return build()
+
+
 def products_alone(name: str) -> Step:
     """The matrix products no exact training step can do without, on real tokens only, each by the fastest engine here."""
     import torch
@@ -162,8 +171,17 @@ def products_alone(name: str) -> Step:
     return step
 
 
-def sides_of(name: str, chosen: list[str] | None, ablate: bool) -> dict[str, Callable[[], Step]]:
+def sides_of(
+    name: str, chosen: list[str] | None, ablate: bool, earlier: tuple[str, str] | None
+) -> dict[str, Callable[[], Step]]:
     part = functools.partial
+    if earlier:
+        now = {"stoker": part(stoker, name), "stoker bf16": part(stoker, name, dtype="bfloat16")}
+        return {
+            "stock": part(stock, name),
+            **now,
+            **{f"{side}, before": part(before, build, *earlier) for side, build in now.items()},
+        }
     if ablate:
         return {
             "stoker": part(stoker, name),
@@ -237,12 +255,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3, help="steps of each side before the timed ones (default 3)")
     parser.add_argument("--ablate", action="store_true", help="switch off one part of optimize at a time")
+    parser.add_argument("--before", nargs=2, metavar=("SRC", "NATIVE"), help="measure another version of Stoker too")
     parser.add_argument("--out", type=Path, help="folder for train_step.json and train_step.svg")
     arguments = parser.parse_args()
     everything = {}
     for name in arguments.case or list(CASES):
         print(CASES[name].title, flush=True)
-        sides = sides_of(name, arguments.side, arguments.ablate)
+        sides = sides_of(name, arguments.side, arguments.ablate, arguments.before)
         everything[name] = measure(sides, arguments.steps, arguments.warm_up, lambda line: print(line, flush=True))
         print(table(name, everything[name]) + "\n", flush=True)
     if arguments.out:
