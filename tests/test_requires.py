@@ -47,6 +47,12 @@ def test_the_installed_libraries_have_what_each_part_needs(part: str) -> None:
     assert requires.missing(part) == ()
 
 
+def test_a_compiled_model_changes_nothing() -> None:
+    """torch.compile wraps methods of nn.Module for the whole process."""
+    torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+    assert requires.missing("optimize") == ()
+
+
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 

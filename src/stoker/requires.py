@@ -82,8 +82,13 @@ PARTS: dict[str, Part] = {
             "torch._C:_len_torch_dispatch_stack",
             "torch.autograd.forward_ad:_current_level",
             "torch.fx._symbolic_trace:_is_fx_tracing_flag",
-            "torch.nn:Module.__init__{_modules, _parameters, _forward_hooks, _forward_pre_hooks, _backward_hooks, "
-            "_backward_pre_hooks}",
+            # Not __init__, which torch.compile wraps.
+            "torch.nn:Module.named_modules{_modules}",
+            "torch.nn:Module.register_parameter{_parameters}",
+            "torch.nn:Module.register_forward_hook{_forward_hooks}",
+            "torch.nn:Module.register_forward_pre_hook{_forward_pre_hooks}",
+            "torch.nn:Module.register_full_backward_hook{_backward_hooks}",
+            "torch.nn:Module.register_full_backward_pre_hook{_backward_pre_hooks}",
         ),
     ),
     "fused optimizers": Part(
@@ -214,7 +219,10 @@ PARTS: dict[str, Part] = {
             "torch.distributed.elastic.multiprocessing.errors:ChildFailedError",
             "torch.distributed.elastic.rendezvous:rendezvous_handler_registry.register(backend, creator)",
             "torch.distributed.elastic.rendezvous:RendezvousInfo(store, rank, world_size, bootstrap_store_info)",
-            "torch.distributed.elastic.rendezvous:RendezvousStoreInfo(master_addr, master_port)",
+            "torch.distributed.elastic.rendezvous.static_tcp_rendezvous:StaticTCPRendezvous(master_addr, master_port, rank, "
+            "world_size, run_id, timeout)",
+            "torch.distributed.elastic.rendezvous.static_tcp_rendezvous:StaticTCPRendezvous.next_rendezvous{_store, "
+            "master_port, rank, world_size}",
         ),
     ),
     "ccl": Part(
