@@ -185,7 +185,11 @@ def _enter_namespaces(process: int) -> None:
 
 def _request(words: list[str], variables: dict[str, str], directory: str, *, session: bool = False) -> dict[str, Any]:
     cpus = sorted(os.sched_getaffinity(0))
-    return {"words": words, "variables": variables, "directory": directory, "session": session, "cpus": cpus}
+    ignored = [int(number) for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN]  # by nohup, say
+    return {
+        "words": words, "variables": variables, "directory": directory, "session": session, "cpus": cpus,
+        "ignored": ignored,
+    }  # fmt: skip
 
 
 def _possible(words: Sequence[str], variables: Mapping[str, str]) -> bool:
@@ -384,8 +388,10 @@ def _begin(request: dict[str, Any]) -> None:
         os.setsid()
     os.sched_setaffinity(0, request["cpus"])
     for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
-        signal.signal(number, signal.SIG_IGN if number in (signal.SIGPIPE, signal.SIGXFSZ) else signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+        python_ignores = number in (signal.SIGPIPE, signal.SIGXFSZ)
+        signal.signal(number, signal.SIG_IGN if python_ignores or number in request["ignored"] else signal.SIG_DFL)
+    if signal.SIGINT not in request["ignored"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["variables"])
