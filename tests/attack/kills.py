@@ -133,7 +133,7 @@ def _train(task: str, folder: Path, moment: tuple[str, float, float] | None) -> 
     import stoker.tasks.training_run
     from stoker.cli import main
 
-    stoker.tasks.training_run.machine_rates = lambda say: None  # type: ignore[assignment,return-value]
+    stoker.tasks.training_run.machine_rates = lambda log_line: None  # type: ignore[assignment,return-value]
     calls = _Calls(moment)
     _remember_published(folder)
     code = main(argv)

@@ -57,7 +57,7 @@ def stand_in() -> None:
     stoker.launch.launchers.mpi.launch = lambda *rest, **named: 0
     stoker.launch.launchers.remote_hosts.check_hosts = lambda names, *rest, **named: None
     stoker.tasks.demo.demo_run.run_demo = lambda options: 0
-    stoker.tasks.training_run.machine_rates = lambda say: None  # type: ignore[assignment,return-value]
+    stoker.tasks.training_run.machine_rates = lambda log_line: None  # type: ignore[assignment,return-value]
     collectives = Collectives(1e9, 2e9, 0.1, 0.1, 0.1)
     stoker.plan.link_rates.measure_collectives = lambda **named: collectives
     stoker.plan.link_rates.measure_node = lambda subject, batch, processes, *rest, **named: Node(

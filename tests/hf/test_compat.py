@@ -226,12 +226,12 @@ def what_is_said(model, **how):
     layer = install(**how)
     train(model)
     print("--", file=sys.stderr)
-    layer.say_if_nothing_was_optimised()
-    layer.say_if_nothing_was_optimised()
+    layer.print_hint_if_nothing_was_optimised()
+    layer.print_hint_if_nothing_was_optimised()
 what_is_said(torch.nn.Linear(4, 4))
 what_is_said(torch.nn.Linear(4, 4), first=False)
 what_is_said(torch.nn.Linear(4, 4), optimise=False)
-install().say_if_nothing_was_optimised()
+install().print_hint_if_nothing_was_optimised()
 import stoker
 what_is_said(stoker.optimize(torch.nn.Linear(4, 4)))
 """

@@ -177,7 +177,7 @@ def test_four_hosts_on_shaped_links(wide_rig: Rig) -> None:
     [
         ("alpha\nbeta\nalpha\n", "line 3: alpha is already in line 1"),
         ("alpha\nomega\n", "line 2: omega is not known to this machine"),
-        ("alpha slots=1\nbeta slots=1\n", "alpha has 1 slots, but 2 processes per machine were asked for"),
+        ("alpha slots=1\nbeta slots=1\n", "alpha has 1 slots, but 2 processes per machine were requested"),
         ("-oProxyCommand=touch${IFS}pwned\n", "is not a host name or address"),
     ],
 )

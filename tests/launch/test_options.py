@@ -83,13 +83,13 @@ def test_arguments_after_the_script_are_not_parsed() -> None:
     [
         (["--num_procesess", "2", "s.py"], "did you mean --num_processes"),
         (["-n", "0", "s.py"], "not a whole number above 0"),
-        (["-n", "2"], "which script"),
+        (["-n", "2"], "no script was given"),
         (["--mixed_precision", "int3", "s.py"], "int3"),
         (["-ppn", "2", "--ninstances", "3", "s.py"], "contradict"),
         (["--main_process_port", "99999", "s.py"], "not a port"),
         (["-genv", "A-B=1", "s.py"], "NAME=VALUE"),
         (["-n", "\u00b2", "s.py"], "not a whole number above 0"),
-        (["--extra_mpi_params", "'open", "s.py"], "cannot be cut into words"),
+        (["--extra_mpi_params", "'open", "s.py"], "cannot be split as a shell would"),
         (["--rdzv_timeout", "-1", "s.py"], "seconds above 0"),
         (["--local_sgd_outer_lr", "nan", "s.py"], "not a number"),
     ],
@@ -178,7 +178,7 @@ def test_one_process_gets_all_cores_and_each_machine_its_ranks(recorded: Recorde
         (["--num_machines", "2", "-n", "3", "s.py"], "cannot be divided evenly"),
         (["--num_machines", "2", "-n", "2", "s.py"], "need --main_process_ip"),
         (["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "h", "s.py"], "numbered 0 to 1"),
-        (["-n", "500", "s.py"], "Ask for at most"),
+        (["-n", "500", "s.py"], "Use at most"),
         (["--launcher", "torchrun", "-f", "h", "s.py"], "takes no hostfile"),
     ],
 )
@@ -188,7 +188,7 @@ def test_impossible_plans_are_refused_before_anything_starts(words: list[str], s
 
 
 def test_too_many_threads_for_one_process_suggests_fewer_threads(recorded: Recorded) -> None:
-    with pytest.raises(UserError, match=r"1 process of 500 threads needs 500 .* Ask for fewer threads, or allow"):
+    with pytest.raises(UserError, match=r"1 process of 500 threads needs 500 .* Use fewer threads, or allow"):
         plan(parse(["--ncores-per-instance", "500", "s.py"]), Config(), recorded("genoa"))
 
 

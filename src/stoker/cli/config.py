@@ -120,7 +120,7 @@ def _check(argv: list[str]) -> int:
         print(f"{finding.severity}: {finding.text}")
     if not findings:
         print(f"{path}: no problems found")
-    return 1 if any(finding.severity == "wrong" for finding in findings) else 0
+    return 1 if any(finding.severity == "error" for finding in findings) else 0
 
 
 def _migrate(argv: list[str]) -> int:

@@ -37,7 +37,7 @@ def parse(argv: list[str]) -> Options:
     found = vars(parser.parse_args(head))
     if script is None:
         raise UserError(
-            "stoker launch: which script? Write it after the options: stoker launch [options] script.py ..."
+            "stoker launch: no script was given; write it after the options: stoker launch [options] script.py ..."
         )
     found.pop("_unused")
     found["notes"] = tuple(note for name, note in IGNORED.items() if found.pop(name) and note)

@@ -91,13 +91,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _print_progress(line: str) -> None:
+    print(f"stoker: {line}", file=sys.stderr)
+
+
 def _node(options: object, subject: Subject) -> tuple[Node, list[str]]:
     """The node to plan with, as given or as the best measured, and lines that describe it."""
     from stoker.plan.link_rates import candidates, measure_collectives, measure_node, usable_cores
 
     given = vars(options)
-    say = lambda line: print(f"stoker: {line}", file=sys.stderr)  # noqa: E731
-    collectives = measure_collectives(fresh=given["fresh"], say=say)
+    collectives = measure_collectives(fresh=given["fresh"], progress=_print_progress)
     cores = len(usable_cores())
     between = f"between nodes: {collectives.summary()}"
     if given["step"] is not None:
@@ -109,10 +112,11 @@ def _node(options: object, subject: Subject) -> tuple[Node, list[str]]:
     for processes in tried:
         if processes > cores or processes > given["batch"]:
             raise UserError(
-                f"stoker plan: --processes {processes}: this node has {cores} cores for {given['batch']} rows"
+                f"stoker plan: --processes is {processes}; it must be at most the number of cores ({cores}) and of rows per "
+                f"step (--batch {given['batch']})"
             )
     nodes = [
-        measure_node(subject, given["batch"], processes, collectives, fresh=given["fresh"], say=say)
+        measure_node(subject, given["batch"], processes, collectives, fresh=given["fresh"], progress=_print_progress)
         for processes in tried
         if processes <= given["batch"]
     ]
@@ -176,7 +180,7 @@ def node_counts(text: str) -> list[int]:
     if match := re.fullmatch(r"([0-9]{1,18})\.\.([0-9]{1,18})", text):
         first, last = int(match[1]), int(match[2])
         if not 1 <= first <= last <= 65536:
-            raise UserError(f"--nodes {text}: both must be 1 or more, in ascending order")
+            raise UserError(f"--nodes {text}: both numbers must be from 1 to 65536, the smaller one first")
         found = [first]
         while found[-1] * 2 < last:
             found.append(found[-1] * 2)

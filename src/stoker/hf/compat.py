@@ -30,7 +30,7 @@ def install(*, optimise: bool = True, backend: str | None = None, first: bool = 
         check_version(package)
     layer = Layer(optimise, backend, first)
     sys.meta_path.insert(0, layer)
-    imports.install(layer.say)
+    imports.install(layer.print_once)
     for name in _HOOKS:
         if name in sys.modules:
             layer.after_import(name)
@@ -68,15 +68,15 @@ class Layer(importlib.abc.MetaPathFinder):
         if self._trained_plainly is None:
             self._trained_plainly = not _any_optimized()
 
-    def say_if_nothing_was_optimised(self) -> None:
+    def print_hint_if_nothing_was_optimised(self) -> None:
         """Called when the script ends: a training loop of its own cannot be optimised from outside."""
         if self._trained_plainly and not _any_optimized():
-            self.say(
+            self.print_once(
                 "nothing was optimised, because this script has a training loop of its own; to speed it up, add `import stoker; "
                 "model, optimizer = stoker.optimize(model, optimizer)` before the loop"
             )
 
-    def say(self, line: str) -> None:
+    def print_once(self, line: str) -> None:
         """Prints `line` once, on rank 0 only."""
         if self._first and line not in self._printed:
             self._printed.add(line)
@@ -132,7 +132,7 @@ def _arguments(layer: Layer) -> None:
         def __post_init__(self) -> None:
             if not layer.optimise:
                 if getattr(self, "use_ipex", None):
-                    layer.say("use_ipex is ignored because of --no-ipex")
+                    layer.print_once("use_ipex is ignored because of --no-ipex")
                 self.use_ipex = False
             super().__post_init__()
 
@@ -151,7 +151,7 @@ def _trainer(layer: Layer) -> None:
         module.Accelerator = accelerator.stock  # type: ignore[attr-defined]  # the Trainer optimises models itself
     _replace(module, type("Trainer", (ours,), {"__doc__": ours.__doc__}))
     if layer.optimise and supported("Trainer: optimisation"):
-        layer.say("Trainer: models are optimised before training; --no-ipex leaves them as they are")
+        layer.print_once("Trainer: models are optimised before training; --no-ipex leaves them as they are")
 
 
 def _accelerator(layer: Layer) -> None:
@@ -168,7 +168,7 @@ def _accelerator(layer: Layer) -> None:
     if layer.optimise:
 
         def prepare(self: Any, *args: Any, **named: Any) -> Any:
-            layer.say("Accelerator: models are optimised in prepare; --no-ipex leaves them as they are")
+            layer.print_once("Accelerator: models are optimised in prepare; --no-ipex leaves them as they are")
             return ours.prepare(self, *args, **named)
 
         members["prepare"] = prepare

@@ -23,18 +23,18 @@ class Choice:
     name: str
     """The backend to pass to init_process_group."""
     note: str | None = None
-    """One line for the user if it is not the backend that was asked for."""
+    """One line for the user if it is not the backend that was requested."""
 
 
-def choose(asked: str | None) -> Choice:
-    """The backend for CPU tensors if the user asked for `asked`; None is the default."""
-    if asked in (None, "", "gloo"):
+def choose(requested: str | None) -> Choice:
+    """The backend for CPU tensors if the user requested this one; None is the default."""
+    if requested in (None, "", "gloo"):
         return Choice("gloo")
-    if asked in ("ccl", "mpi"):
-        if dist.is_backend_available(asked) and (asked != "ccl" or supported("ccl")):
-            return Choice(asked)
-        return Choice("gloo", f"backend {asked} is not available, so gloo is used; the results are the same")
-    return Choice("gloo", f"backend {asked} does not support CPUs, so gloo is used")
+    if requested in ("ccl", "mpi"):
+        if dist.is_backend_available(requested) and (requested != "ccl" or supported("ccl")):
+            return Choice(requested)
+        return Choice("gloo", f"backend {requested} is not available, so gloo is used; the results are the same")
+    return Choice("gloo", f"backend {requested} does not support CPUs, so gloo is used")
 
 
 def several_processes() -> bool:

@@ -17,14 +17,14 @@ from stoker.errors import UserError
 
 __all__ = ["RetiredImports", "install"]
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 class RetiredImports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the discontinued modules, and fills them with what Stoker has instead."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, print_once: PrintLine) -> None:
+        self._print_once = print_once
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -38,17 +38,17 @@ class RetiredImports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__version__ = f"0+stoker.{__version__}"  # type: ignore[attr-defined]
-        _CONTENTS[module.__name__](module, self._say)
+        _CONTENTS[module.__name__](module, self._print_once)
 
 
-def install(say: Say) -> RetiredImports:
+def install(print_once: PrintLine) -> RetiredImports:
     """Installs the finder last, so that it is only asked for modules that no other finder has."""
-    finder = RetiredImports(say)
+    finder = RetiredImports(print_once)
     sys.meta_path.append(finder)
     return finder
 
 
-def _ipex(module: ModuleType, say: Say) -> None:
+def _ipex(module: ModuleType, print_once: PrintLine) -> None:
     import stoker
 
     def optimize(
@@ -68,35 +68,35 @@ def _ipex(module: ModuleType, say: Say) -> None:
         return "FP32"
 
     def set_fp32_math_mode(*args: Any, **rest: Any) -> None:
-        say("ipex.set_fp32_math_mode is ignored: arithmetic stays fp32; use dtype=torch.bfloat16 for bf16")
+        print_once("ipex.set_fp32_math_mode is ignored: arithmetic stays fp32; use dtype=torch.bfloat16 for bf16")
 
     def enable_onednn_fusion(enabled: bool = True) -> None:
-        say("ipex.enable_onednn_fusion is ignored: stoker.optimize always fuses")
+        print_once("ipex.enable_onednn_fusion is ignored: stoker.optimize always fuses")
 
     for function in (optimize, get_fp32_math_mode, set_fp32_math_mode, enable_onednn_fusion):
         setattr(module, function.__name__, function)
     vars(module)["__getattr__"] = _missing("intel_extension_for_pytorch")
-    say("import intel_extension_for_pytorch: it is discontinued; ipex.optimize is stoker.optimize now")
+    print_once("import intel_extension_for_pytorch: it is discontinued; ipex.optimize is stoker.optimize now")
 
 
-def _ipex_cpu(module: ModuleType, say: Say) -> None:
+def _ipex_cpu(module: ModuleType, print_once: PrintLine) -> None:
     vars(module)["__getattr__"] = _missing("intel_extension_for_pytorch.cpu")
 
 
-def _ipex_launch(module: ModuleType, say: Say) -> None:
+def _ipex_launch(module: ModuleType, print_once: PrintLine) -> None:
     raise UserError(
         "ipexrun and intel_extension_for_pytorch.cpu.launch are discontinued; use `stoker launch [options] script.py ...`, "
         "which takes the same options (--ninstances, --ncores-per-instance, --nodes-list, --log-dir, ...)"
     )
 
 
-def _ccl(module: ModuleType, say: Say) -> None:
+def _ccl(module: ModuleType, print_once: PrintLine) -> None:
     from stoker.comm import cwd
     from stoker.hf.ddp_backend import alias_ccl
 
     vars(module)["cwd"] = cwd  # scripts source "$cwd/env/setvars.sh"
     note = alias_ccl()
-    say(f"import {module.__name__}: it is discontinued; {note or 'the backend ccl is Stoker’s own'}")
+    print_once(f"import {module.__name__}: it is discontinued; {note or 'the backend ccl is Stoker’s own'}")
 
 
 def _gone(name: str) -> str:
@@ -118,7 +118,7 @@ def _missing(package: str) -> Callable[[str], Any]:
     return missing
 
 
-_CONTENTS: dict[str, Callable[[ModuleType, Say], None]] = {
+_CONTENTS: dict[str, Callable[[ModuleType, PrintLine], None]] = {
     "intel_extension_for_pytorch": _ipex,
     "intel_extension_for_pytorch.cpu": _ipex_cpu,
     "intel_extension_for_pytorch.cpu.launch": _ipex_launch,

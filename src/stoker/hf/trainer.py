@@ -1,4 +1,4 @@
-"""`Trainer`: transformers' own, several times faster on CPUs, and hard to lose work with.
+"""`Trainer`: transformers' own, several times faster on CPUs, with checkpoints that survive crashes.
 
 What it adds to transformers.Trainer: `stoker.optimize` before DDP wraps the model; tokens per second, padding avoided and
 share of the measured peak in the logs; and, from its base class, complete checkpoints, exact resume, and an orderly end on
@@ -219,7 +219,7 @@ class Trainer(CheckpointingTrainer):
                 self._meter = Meter.of(self.model, bf16=self._precision() == torch.bfloat16)
                 self._meter.padded_length = self.padded_length
             self.recorder.begin(checkpoint, start.facts)
-            # Last, so that it sees what the others have asked for, and they have begun before it evaluates.
+            # Last, so that it sees what the others have requested, and they have begun before it evaluates.
             self.callback_handler.callbacks.sort(key=lambda callback: callback is self._events)
             with self._recorded():
                 with self._interrupts:

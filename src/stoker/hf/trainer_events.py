@@ -17,7 +17,7 @@ __all__ = ["TrainerEvents"]
 
 
 class TrainerEvents(TrainerCallback):  # type: ignore[misc]
-    """Runs after all other callbacks, so that it sees what they have asked for."""
+    """Runs after all other callbacks, so that it sees what they have requested."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

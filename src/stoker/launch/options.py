@@ -27,7 +27,7 @@ __all__ = ["GROUPS", "IGNORED", "LaunchOptions", "Option", "Options", "RankOptio
            "parse_nodes", "table",
            "to_flags", "to_variables", "truth"]  # fmt: skip
 
-GENERAL = "for everyone"
+GENERAL = "general"
 PROCESSES = "for several processes"
 MACHINES = "for several machines"
 PLACEMENT = "placement, with the option names of ipexrun"
@@ -139,7 +139,9 @@ def _shell_words(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be cut into words: {str(error).lower()}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be split as a shell would split it: {str(error).lower()}"
+        ) from None
 
 
 def _assignment(text: str) -> tuple[str, str]:
@@ -244,7 +246,7 @@ class LaunchOptions(RankOptions):
     emit_time: str | None = option("--emit_time TIME", MACHINES, "Slurm: time limit, such as 04:00:00")
     emit_partition: str | None = option("--emit_partition PARTITION", MACHINES, "Slurm: partition")
     emit_name: str | None = option("--emit_name NAME", MACHINES, "name of the job")
-    extra_mpi: tuple[str, ...] = option("--extra_mpi_params WORDS", MPIRUN, "more arguments for mpirun", _shell_words, ())
+    extra_mpi: tuple[str, ...] = option("--extra_mpi_params ARGUMENTS", MPIRUN, "more arguments for mpirun", _shell_words, ())
 # fmt: on
 
 
@@ -275,7 +277,7 @@ IGNORED = {
     "enable_cpu_affinity": "--enable_cpu_affinity is ignored: every process has its own cores anyway",
     "same_network": "--same_network is ignored: nothing depends on it any more",
     "debug": "--debug is ignored: set ACCELERATE_DEBUG_MODE=true for accelerate's checks of collectives",
-    "multi_gpu": "--multi_gpu is ignored: Stoker trains on CPUs, with the number of processes asked for",
+    "multi_gpu": "--multi_gpu is ignored: Stoker trains on CPUs; use -n to set the number of processes",
     "use_xpu": "--use_xpu is ignored: Stoker trains on CPUs",
     "quiet": "",
     "latency_mode": "--latency-mode is ignored: it is for inference; use -n and --ncores-per-instance",

@@ -87,25 +87,28 @@ def counts(options: Options) -> tuple[int, int, int]:
     machines = options.num_machines or 1
     total = options.num_processes
     if total == -1:
-        raise UserError("the config file leaves the number of processes open; give it with --num_processes")
+        raise UserError(
+            "num_processes is -1 in the config file, which leaves it to the command line; add --num_processes N"
+        )
     if total is None:
         total = machines * (options.per_machine or 1)
     if total % machines:
         raise UserError(
-            f"{total} processes cannot be divided evenly over {machines} machines; ask for a multiple of {machines}, or use a "
-            "hostfile with slots"
+            f"{total} processes cannot be divided evenly over {machines} machines; use a multiple of {machines}, or a hostfile "
+            "with slots"
         )
     local = total // machines
     if options.per_machine not in (None, local):
         raise UserError(
-            f"{total} processes on {machines} machines are {local} on each, but -ppn is {options.per_machine}"
+            f"{total} processes on {machines} machines are {local} on each, but -ppn is {options.per_machine}; "
+            "leave one of them out"
         )
     check_size(total, local)
     return total, local, machines
 
 
 def check_size(total: int, local: int) -> None:
-    """A typing error must not make a plan that fills the memory."""
+    """Refuses numbers so large that the plan itself would exhaust the memory, as after a typing error."""
     if total > _MOST or local > _MOST_LOCAL:
         raise UserError(
             f"{total:,} processes, {local:,} on each machine, are too many; the most is {_MOST:,}, and {_MOST_LOCAL:,} on each"

@@ -53,12 +53,12 @@ class _RankProcess:
     screen: int = 2
 
     def refuse(self, message: str) -> NoReturn:
-        """Ends because of a mistake of the user."""
+        """Prints a user error and ends with exit code 2."""
         print(f"stoker: {message}", file=sys.stderr)
         self.end(2, f"stoker: {message}\n")
 
     def end(self, code: int, text: str | None) -> NoReturn:
-        """Reports a failure, ends the other ranks if the launcher needs to be told to, and exits as Python would."""
+        """Reports a failure, has mpirun end the other ranks if it would not do so by itself, and exits as Python would."""
         code = code & 0xFF
         if code and text is not None and self.rank is not None:
             self._report(self.rank.rank, code, text[-20000:])
@@ -171,7 +171,7 @@ def _attach_output(settings: Settings, rank: Rank | None) -> int:
             log,
             progress=number == 0,
             fresh=_is_first_round(report),
-            busy=report / f"speaking.{number}" if report else None,
+            busy=report / f"forwarding.{number}" if report else None,
         )
     except OSError as error:
         if log is None or error.filename is None:
@@ -241,7 +241,7 @@ def _run(process: _RankProcess, script: str, rest: list[str], layer: Layer | Non
         sys.stderr.write(text)
         process.end(1, text)
     if code == 0 and layer is not None and script != "stoker":  # whose own commands measure stock for comparison
-        layer.say_if_nothing_was_optimised()
+        layer.print_hint_if_nothing_was_optimised()
     process.end(code, text)
 
 

@@ -30,9 +30,9 @@ LAUNCHERS: tuple[Launcher, ...] = (Slurm(), MpirunLauncher(), Torchrun(), Single
 
 
 def start(options: Options) -> int:
-    """Runs the script as asked; does not return if this process becomes the script's."""
+    """Runs the script with these options; does not return if this process is replaced by the script's."""
     config, path = find(options.config_file)
-    notes, asked = _notes(options, config, path), options.num_processes
+    notes, requested = _notes(options, config, path), options.num_processes
     options = with_config(options, config)
     if options.emit:
         return _emit(options)
@@ -42,7 +42,7 @@ def start(options: Options) -> int:
     if not options.module and not os.path.isfile(options.script):
         raise UserError(f"there is no script {options.script!r}; for a module, use -m")
     if rank is not None:
-        return _run_as_rank(options, rank, asked)
+        return _run_as_rank(options, rank, requested)
     if not options.dry_run:
         streams.keep_running()
     launcher, plan = make_plan(options, Machine.read(), os.environ)
@@ -108,11 +108,12 @@ def _print_notes(notes: list[str] | tuple[str, ...]) -> None:
         print(f"stoker: {note}", file=sys.stderr)
 
 
-def _run_as_rank(options: Options, rank: Rank, asked: int | None) -> int:
+def _run_as_rank(options: Options, rank: Rank, requested: int | None) -> int:
     """Another launcher has started this process as one of its ranks: there is nothing to launch."""
-    if rank.rank == 0 and asked not in (None, rank.size):
+    if rank.rank == 0 and requested not in (None, rank.size):
         print(
-            f"stoker: -n {asked} is ignored because {rank.launcher} has started {rank.size} processes", file=sys.stderr
+            f"stoker: -n {requested} is ignored because {rank.launcher} has started {rank.size} processes",
+            file=sys.stderr,
         )
     if options.dry_run:
         if rank.rank == 0:

@@ -50,7 +50,7 @@ def measure_rates(
     begin = time.perf_counter()
     end = begin + seconds
     threads, before = machine.usable_threads, torch.get_num_threads()
-    say = progress or (lambda step: None)
+    begin_step = progress or (lambda step: None)
     others = load.others_during()
     probe = _ClockProbe(machine, clock)
     size = _SMALLEST
@@ -58,13 +58,13 @@ def measure_rates(
     plan = ((torch.float32, 1), (torch.float32, threads), (torch.bfloat16, 1), (torch.bfloat16, threads))
     try:
         for index, (dtype, count) in enumerate(plan):
-            say(STEPS[index])
+            begin_step(STEPS[index])
             torch.set_num_threads(count)
             share = (end - time.perf_counter()) / (len(STEPS) - index)
             # All threads start with the size that one thread reached: small products would measure the scheduler.
             rate, size, ghz = _product_gflops(dtype, share, _SMALLEST if count == 1 else size, probe)
             products.append((round(rate, 2), ghz))
-        say(STEPS[4])
+        begin_step(STEPS[4])
         torch.set_num_threads(threads)
         arrays = [
             torch.zeros(_bandwidth_elements(machine)) for _ in range(3)

@@ -27,18 +27,18 @@ __all__ = ["candidates", "measure_collectives", "measure_node", "usable_cores"]
 
 _FORMAT = 2
 _LONGEST = 900  # seconds
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 def _quiet(line: str) -> None:
     pass
 
 
-def measure_collectives(*, fresh: bool = True, say: Say = _quiet) -> Collectives:
+def measure_collectives(*, fresh: bool = True, progress: Progress = _quiet) -> Collectives:
     """Measured between two processes over the loopback interface, one core each."""
 
     def measure() -> dict[str, float]:
-        say("measuring collectives (a few seconds)")
+        progress("measuring collectives (a few seconds)")
         cpus = sorted(os.sched_getaffinity(0))
         shares = [[cpus[rank % len(cpus)]] for rank in range(2)]
         return _run("collectives", shares, "gloo", megabytes=100, rounds=5)[0]
@@ -53,7 +53,13 @@ def candidates(cores: int) -> list[int]:
 
 
 def measure_node(
-    subject: Subject, batch: int, processes: int, collectives: Collectives, *, fresh: bool = False, say: Say = _quiet
+    subject: Subject,
+    batch: int,
+    processes: int,
+    collectives: Collectives,
+    *,
+    fresh: bool = False,
+    progress: Progress = _quiet,
 ) -> Node:
     """The step of this machine with `batch` rows in `processes` processes."""
     cpus = usable_cores()
@@ -61,9 +67,9 @@ def measure_node(
     asked = {"subject": subject.identity, "batch": batch, "processes": processes, "cpus": len(cpus)}
 
     def measure() -> dict[str, float]:
-        say(f"measuring a step of {subject.model}, {batch} rows, {counted(processes, 'process')}")
+        progress(f"measuring a step of {subject.model}, {batch} rows, {counted(processes, 'process')}")
         if processes > 1 and not _compiled():
-            say("compiling the ccl backend first (once, about a minute)")
+            progress("compiling the ccl backend first (once, about a minute)")
         shares = [cpus[rank * each : (rank + 1) * each] for rank in range(processes)]
         found = _run("step", shares, "ccl", subject=asdict(subject), batch=batch, rounds=3)
         return {**found[0], "step": max(one["step"] for one in found)}

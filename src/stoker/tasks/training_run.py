@@ -48,7 +48,7 @@ class Job:
     def command(self) -> list[str]:
         return ["stoker", "train", self.task, *without_secrets(self.argv)]
 
-    def say(self, sentence: str) -> None:
+    def print(self, sentence: str) -> None:
         """Prints on rank 0 only."""
         if self.args.process_index == 0:
             self.console.print(sentence)
@@ -144,7 +144,7 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
     optimized = getattr(args, "use_ipex", None) is not False
     if not job.data.skip_memory_check:
         need = memory_estimate.check_memory(trainer.model, lengths, args, optimized=optimized)
-        job.say(f"{len(lengths):,} training rows, {int(lengths.sum()):,} tokens; about {need / 1e9:.1f} GB of memory")
+        job.print(f"{len(lengths):,} training rows, {int(lengths.sum()):,} tokens; about {need / 1e9:.1f} GB of memory")
     trainer.resume_arguments = ["train", job.task, *job.argv]
     trainer.recorder.task = {
         "task": job.task,
@@ -156,11 +156,11 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
     with lock.only_run_in(folder, restarted=Start.read(folder).again):
         checkpoint = trainer.resume_point()
         if checkpoint is not None and not args.resume_from_checkpoint:
-            job.say(f"resuming from {checkpoint} (--overwrite_output_dir starts over)")
+            job.print(f"resuming from {checkpoint} (--overwrite_output_dir starts over)")
         result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.save_model(_internal_call=True)  # `finish` publishes it, together with card and report
         seconds, loss = result.metrics.get("train_runtime", 0.0), result.metrics.get("train_loss", 0.0)
-        job.say(f"trained to step {result.global_step:,} in {seconds:,.0f} s, mean loss {loss:.3f}")
+        job.print(f"trained to step {result.global_step:,} in {seconds:,.0f} s, mean loss {loss:.3f}")
         if args.should_save:
             trainer.save_metrics("train", {**result.metrics, "train_samples": len(lengths)})
             trainer.save_state()
@@ -173,7 +173,7 @@ def make_trainer(
     args = job.args
     args.remove_unused_columns = False  # items contain only what the model takes
     if args.process_index == 0 and args.do_train:
-        machine_rates(job.say)  # logs show the share of the machine's peak
+        machine_rates(job.print)  # logs show the share of the machine's peak
     try:
         trainer = kind(
             model, args, train_dataset=sets.get("train"), eval_dataset=sets.get("validation"), processing_class=tokenizer,
@@ -189,7 +189,7 @@ def make_trainer(
     return trainer
 
 
-def machine_rates(say: Callable[[str], None]) -> Rates:
+def machine_rates(log_line: Callable[[str], None]) -> Rates:
     """The machine's rates: measured once, then checked for half a second in every run."""
     from stoker.kernels.clock import clock_ghz
     from stoker.machine import rates, this_machine
@@ -198,7 +198,7 @@ def machine_rates(say: Callable[[str], None]) -> Rates:
     machine = this_machine()
     if (known := rates.known(machine)) is not None:
         return remeasure(machine, known, clock=clock_ghz)
-    say("measuring this machine's peak rates (once, 6 seconds)")
+    log_line("measuring this machine's peak rates (once, 6 seconds)")
     found = measure_rates(machine, clock=clock_ghz)
     rates.save(machine, found)
     return found
@@ -227,9 +227,9 @@ def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
     try:
         from stoker.run_report.page import write_report
     except ImportError as error:
-        job.say(
+        job.print(
             f"report.html was not written: {one_line(error)}; install what it needs with pip install 'stoker[report]'"
         )
     else:
-        job.say(f"model in {folder}, report in {write_report(folder)}")
+        job.print(f"model in {folder}, report in {write_report(folder)}")
     trainer.publish("End of training")

@@ -54,27 +54,27 @@ class CheckpointingTrainer(PublishingTrainer):
     # Where to resume
 
     def resume_point(self) -> Path | None:
-        """What `stoker train` resumes from: the checkpoint asked for, or the newest one in a folder that was used before.
+        """What `stoker train` resumes from: the requested checkpoint, or the newest one in a folder that was used before.
 
-        With --overwrite_output_dir and no checkpoint asked for, the old checkpoints are deleted. A collective.
+        With --overwrite_output_dir and no requested checkpoint, the old checkpoints are deleted. A collective.
         """
-        folder, asked = Path(self.args.output_dir), self.args.resume_from_checkpoint
-        if asked and str(asked).lower() not in {"true", "1", "yes"}:
-            return Path(asked)
-        if getattr(self.args, "overwrite_output_dir", None) and not asked and not Start.read(folder).again:
+        folder, requested = Path(self.args.output_dir), self.args.resume_from_checkpoint
+        if requested and str(requested).lower() not in {"true", "1", "yes"}:
+            return Path(requested)
+        if getattr(self.args, "overwrite_output_dir", None) and not requested and not Start.read(folder).again:
             self._once_per_machine(lambda: folders.remove_all(folder))
             return None
         self._once_per_machine(lambda: folders.tidy(folder))
-        return self._newest_checkpoint(folder) if asked else choice.newest_usable(folder)
+        return self._newest_checkpoint(folder) if requested else choice.newest_usable(folder)
 
-    def _checkpoint_to_resume(self, start: Start, asked: str | bool | None) -> Path | None:
-        """After a restart the newest checkpoint of this run, otherwise the one asked for. A collective."""
+    def _checkpoint_to_resume(self, start: Start, requested: str | bool | None) -> Path | None:
+        """After a restart the newest checkpoint of this run, otherwise the requested one. A collective."""
         folder = Path(self.args.output_dir)
         self._once_per_machine(lambda: folders.tidy(folder))
         self._data_facts = run_facts.data_facts(self.train_dataset)
         checkpoint = self._after_restart(folder, start) if start.again else None
-        if checkpoint is None and asked:
-            checkpoint = self._newest_checkpoint(folder) if asked is True else choice.named(Path(asked))
+        if checkpoint is None and requested:
+            checkpoint = self._newest_checkpoint(folder) if requested is True else choice.named(Path(requested))
         if checkpoint is not None:
             self._warn_of_differences(checkpoint)
         return checkpoint

@@ -34,7 +34,7 @@ def newest_usable(folder: Path, since: float | None = None, without: Path | None
 
 
 def named(checkpoint: Path) -> Path:
-    """The checkpoint that the user named; UserError if it is damaged, because another one is not what was asked for."""
+    """The checkpoint that the user named; UserError if it is damaged: another one is never used instead."""
     reason = _why_unusable(checkpoint)
     if reason is None:
         return checkpoint

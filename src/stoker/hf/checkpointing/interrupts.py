@@ -53,7 +53,11 @@ class Interrupts:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
         self._restore()
-        print(f"\n{self.name}: finishing the step, then saving (again to stop at once)", file=sys.stderr, flush=True)
+        print(
+            f"\n{self.name}: finishing the step, then saving a checkpoint (repeat the signal to stop at once)",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

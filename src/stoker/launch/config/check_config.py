@@ -17,48 +17,52 @@ __all__ = ["Finding", "check"]
 @dataclass(frozen=True)
 class Finding:
     severity: str
-    """wrong: a launch would fail; odd: it would run, but probably not as meant."""
+    """error: a launch would fail; warning: it would run, but probably not as intended."""
     text: str
 
 
 def check(config: Config, machine: Machine) -> list[Finding]:
-    """Everything that does not fit together, or not with this machine."""
-    texts = [*config.notes, *(f"{key}: unknown to Stoker and to accelerate, and not read" for key in unknown(config))]
+    """All contradictions: within the file, and with this machine."""
+    texts = [
+        *config.notes,
+        *(f"{key}: ignored, because neither Stoker nor accelerate has such a key" for key in unknown(config)),
+    ]
     if config.mixed_precision in ("fp16", "fp8"):
         texts.append(f"mixed_precision {config.mixed_precision} is for GPUs; on CPUs use bf16 or no")
     if config.dynamo_backend:
         texts.append(
-            "torch dynamo did not make training on CPUs faster where it was measured, and compiles for a minute"
+            "dynamo_backend is set; torch dynamo takes a minute to compile and did not make training on CPUs faster where "
+            "it was measured"
         )
-    found = [_odd(text) for text in texts] + _numbers(config, machine) + _addresses(config)
+    found = [_warning(text) for text in texts] + _numbers(config, machine) + _addresses(config)
     return found + _hosts(config, config.hostfile) if config.hostfile else found
 
 
-def _wrong(text: str) -> Finding:
-    return Finding("wrong", text)
+def _error(text: str) -> Finding:
+    return Finding("error", text)
 
 
-def _odd(text: str) -> Finding:
-    return Finding("odd", text)
+def _warning(text: str) -> Finding:
+    return Finding("warning", text)
 
 
 def _numbers(config: Config, machine: Machine) -> list[Finding]:
     processes, machines, rank = config.num_processes or 1, config.num_machines or 1, config.machine_rank or 0
     if not config.is_distributed:
         text = f"num_processes is {processes}, but distributed_type is NO: one process will run; set MULTI_CPU"
-        return [_odd(text)] if processes > 1 else []
+        return [_warning(text)] if processes > 1 else []
     if processes == -1:
-        return [_odd("num_processes is open (-1): every launch needs --num_processes")]
+        return [_warning("num_processes is -1, so every launch needs --num_processes")]
     found = []
     if rank >= machines:
-        found.append(_wrong(f"machine_rank {rank}: machines are numbered 0 to {machines - 1}"))
+        found.append(_error(f"machine_rank {rank}: machines are numbered 0 to {machines - 1}"))
     if processes % machines and not config.hostfile:
-        found.append(_wrong(f"{processes} processes cannot be divided evenly over {machines} machines"))
+        found.append(_error(f"{processes} processes cannot be divided evenly over {machines} machines; use a multiple"))
     local = -(-processes // machines)
     try:
         place(machine, local, threads=config.threads, workers=config.ccl_workers or 0)
     except UserError as error:
-        found.append(_wrong(f"{processes} processes on {machines} machines are {local} on each: {error}"))
+        found.append(_error(f"{processes} processes on {machines} machines are {local} on each: {error}"))
     return found
 
 
@@ -68,20 +72,24 @@ def _addresses(config: Config) -> list[Finding]:
     is_local = address is None or network.is_local(address)
     if config.is_distributed and machines > 1 and not config.hostfile and config.launcher in (None, "torchrun"):
         if not address:
-            found.append(_wrong(f"{machines} machines need main_process_ip, or a hostfile for mpirun"))
+            found.append(_error(f"{machines} machines need main_process_ip, or a hostfile for mpirun"))
         if port is None:
-            found.append(_odd("main_process_port is not set: 29500 will be used"))
+            found.append(_warning("main_process_port is not set: 29500 will be used"))
     if address and not network.resolve(address):
         found.append(
-            _wrong(f"main_process_ip {address} is not known to this machine: a typing error, or missing in DNS")
+            _error(
+                f"main_process_ip {address} is not known to this machine; correct it, or add it to DNS or /etc/hosts"
+            )
         )
     elif not is_local and config.machine_rank is None and not config.hostfile:
         own = network.own_address()
         found.append(
-            _wrong(f"machine_rank is 0, but main_process_ip {address} is not this machine, whose address is {own}")
+            _error(f"machine_rank is 0, but main_process_ip {address} is not this machine, whose address is {own}")
         )
     elif port and is_local and not network.port_is_free(port, address or ""):
-        found.append(_wrong(f"port {port} is in use by another program here; choose another main_process_port"))
+        found.append(
+            _error(f"port {port} is in use by another program on this machine; choose another main_process_port")
+        )
     return found
 
 
@@ -91,10 +99,10 @@ def _hosts(config: Config, path: str) -> list[Finding]:
         machines, per_host = config.num_machines, -(-(config.num_processes or 1) // config.num_machines)
     try:
         hosts = hostfile.read(path)
-        found = [_odd(note) for note in hostfile.check(hosts, path, per_host=per_host)]
+        found = [_warning(note) for note in hostfile.check(hosts, path, per_host=per_host)]
     except UserError as error:
-        return [_wrong(str(error))]
+        return [_error(str(error))]
     if 1 < machines != len(hosts):
         text = f"num_machines is {machines}, but {path} names {len(hosts)} hosts"
-        found.append(_wrong(text) if len(hosts) < machines else _odd(text))
+        found.append(_error(text) if len(hosts) < machines else _warning(text))
     return found

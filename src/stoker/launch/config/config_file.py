@@ -155,7 +155,7 @@ def write_mapping(mapping: dict[str, Any], path: str | os.PathLike[str]) -> None
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The keys of a yaml or json file; a sentence for what is not one."""
+    """The keys of a yaml or JSON file; UserError if it is not one."""
     text = read_text(path, "config file", limit=_SIZE, advice="`stoker config` makes one")
     is_json = str(path).endswith(".json")
     try:
@@ -181,7 +181,7 @@ def accelerate_path() -> Path:
 
 
 def default_path() -> Path | None:
-    """The file a launch reads without being told: Stoker's own, else accelerate's; None if there is neither."""
+    """The file that a launch reads by default: Stoker's own, else accelerate's; None if there is neither."""
     for path in (own_path(), accelerate_path(), accelerate_path().with_suffix(".json")):
         with contextlib.suppress(OSError):
             if path.is_file():

@@ -66,7 +66,7 @@ def _from_pipe(given: Answers, machine: Machine, source: TextIO, screen: TextIO,
     try:
         text = source.read(_LONGEST + 1)
     except UnicodeDecodeError:
-        raise UserError("the answers are not UTF-8 text") from None
+        raise UserError("the answers are not UTF-8 text; convert them") from None
     if len(text) > _LONGEST:
         raise UserError(f"the answers are longer than {_LONGEST:,} characters")
     fits = [_Fit(release, text.splitlines(), given, machine, more) for release in RELEASES]
@@ -76,7 +76,7 @@ def _from_pipe(given: Answers, machine: Machine, source: TextIO, screen: TextIO,
         furthest = max(fits, key=lambda fit: len(fit.shown))
         if furthest.error is not None:
             raise furthest.error
-        raise UserError(f"all questions are answered, and {furthest.left[0]!r} is left over; leave it out")
+        raise UserError(f"all questions are answered, and {furthest.left[0]!r} is one line too many; remove it")
     chosen = next((fit for fit in partial if not fit.missing), partial[0])
     screen.write("".join(chosen.shown))
     screen.flush()
@@ -113,7 +113,7 @@ def _warn_unneeded(given: Answers, answers: Answers) -> None:
     """A line for each flag whose question does not apply."""
     for name, value in given.items():
         if value is not None and name not in answers:
-            print(f"stoker: {name} {value}: not needed with the other answers, left out", file=sys.stderr)
+            print(f"stoker: {name}={value} is ignored: it is not needed with the other answers", file=sys.stderr)
 
 
 def _type(question: Question, default: Any, source: TextIO, screen: TextIO) -> Any:
@@ -134,7 +134,7 @@ def _prompt(question: Question, default: Any) -> str:
     if question.kind == "yes":
         shown = "YES/no" if default else "yes/NO"
     elif question.meaning:
-        shown = f"{question.meaning}: {default} here"
+        shown = f"{question.meaning}: {default} on this machine"
     return f"{question.text}{options} [{shown}]: "
 
 

@@ -92,17 +92,17 @@ def _run_agent(
         return 0
     except ChildFailedError as error:
         leftovers.end(os.environ[leftovers.JOB])  # first: forwarders wait until their pipe is closed
-        failure.wait_until_said(directory)
+        failure.wait_for_output(directory)
         first = _first(error, directory)
         rendezvous.leave(first)
-        failure.tell(first)
+        failure.print_last(first)
         return first.code
     except SignalException as error:
         leftovers.end(os.environ[leftovers.JOB])
-        failure.wait_until_said(directory)
+        failure.wait_for_output(directory)
         elsewhere: failure.Failure | None = rendezvous.failure_elsewhere
         if elsewhere is not None:
-            failure.tell(elsewhere)
+            failure.print_last(elsewhere)
             return elsewhere.code
         name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
         code = 128 + error.sigval

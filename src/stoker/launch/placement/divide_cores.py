@@ -98,7 +98,7 @@ def _refuse_oversubscription(
     raise UserError(
         f"{counted(processes, 'process')} of {counted(computing, 'thread')}{kept}{each} "
         f"need{'s' * (processes == 1)} {processes * wanted} {kind}; this machine has {places} for them{quota}. "
-        f"Ask for {fewer}{' or cores for communication' if workers else ''}, or allow sharing with --oversubscribe"
+        f"Use {fewer}{' or cores for communication' if workers else ''}, or allow sharing with --oversubscribe"
     )
 
 

@@ -85,7 +85,7 @@ def check(
     resolve: Callable[[str], tuple[str, ...]] = network.resolve,
     is_local: Callable[[str], bool] = network.is_local,
 ) -> list[str]:
-    """Raises for what cannot work; returns a note for what is only odd."""
+    """Raises UserError for what cannot work; returns warnings for what is only unusual."""
     seen: dict[str, Host] = {}
     for host in hosts:
         if host.name in seen:
@@ -97,7 +97,7 @@ def check(
         if per_host is not None and host.slots is not None and host.slots < per_host:
             raise UserError(
                 f"{where}, line {host.line}: {host.name} has {host.slots} slots, but {per_host} processes per machine were "
-                f"asked for; raise slots or lower -ppn"
+                f"requested; raise slots or lower -ppn"
             )
     owners: dict[str, Host] = {}
     for host in hosts:
@@ -134,6 +134,6 @@ def spread(hosts: Sequence[Host], processes: int | None, per_host: int | None) -
     if left:
         room = processes - left
         raise UserError(
-            f"{processes} processes were asked for, but the hosts take {room}; add hosts, slots or a higher -ppn"
+            f"{processes} processes were requested, but the hosts take {room}; add hosts or slots, or raise -ppn"
         )
     return [(host, count) for host, count in counts if count]

@@ -1,4 +1,4 @@
-"""The first failure among the ranks: found, told last on the screen, and turned into the command's exit code."""
+"""The first failure among the ranks: finds it, prints it after all other output, and determines the command's exit code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Failure", "killed", "of_launch", "parse", "read_ends", "read_reports", "tell", "wait_until_said"]
+__all__ = ["Failure", "killed", "of_launch", "parse", "print_last", "read_ends", "read_reports", "wait_for_output"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Failure:
     code: int
     """An exit code; 128 + n for signal n."""
     text: str
-    """The traceback, or what else there is to say."""
+    """The traceback, or another description of the failure."""
 
 
 def parse(record: str) -> Failure | None:
@@ -35,7 +35,7 @@ def parse(record: str) -> Failure | None:
 
 
 def read_reports(directory: Path) -> list[Failure]:
-    """What the ranks of this host have left, the earliest first."""
+    """The failures that the ranks of this host have reported, the earliest first."""
     found = [parse(path.read_text(encoding="utf-8")) for path in directory.glob("failed.*.json")]
     return sorted((failure for failure in found if failure), key=lambda failure: failure.time)
 
@@ -45,10 +45,10 @@ def read_ends(directory: Path) -> dict[int, float]:
     return {int(path.suffix[1:]): path.stat().st_mtime for path in directory.glob("ended.*")}
 
 
-def wait_until_said(directory: Path, seconds: float = 5.0) -> None:
-    """Until the forwarders of the ranks have written their last lines."""
+def wait_for_output(directory: Path, seconds: float = 5.0) -> None:
+    """Waits until the forwarders of the ranks have written their last lines, for at most `seconds`."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end and any(directory.glob("speaking.*")):
+    while time.monotonic() < end and any(directory.glob("forwarding.*")):
         time.sleep(0.02)
 
 
@@ -67,8 +67,8 @@ def killed(rank: int, host: str, number: int) -> Failure:
     return Failure(rank, host, 0.0, 128 + number, f"it was ended by {name}, {why}\n")
 
 
-def tell(failure: Failure) -> None:
-    """Last on the screen: which rank, where, and its traceback."""
+def print_last(failure: Failure) -> None:
+    """Prints which rank failed, on which host, and its traceback; to be called after all other output."""
     sys.stdout.flush()
     if failure.rank is None:
         print(f"\nstoker: {failure.text.strip()}; all ranks were ended", file=sys.stderr, flush=True)

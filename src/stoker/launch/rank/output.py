@@ -74,7 +74,7 @@ class Lines:
 def attach(prefix: str, log: Path | None, *, progress: bool, fresh: bool = True, busy: Path | None = None) -> int:
     """Redirects this process's output through a forwarder. `busy` is a file that exists while the forwarder works.
 
-    Returns a descriptor of the original error stream. Beside `speaking.3`, the forwarder makes `ended.3` when rank 3 ends.
+    Returns a descriptor of the original error stream. Beside `forwarding.3`, the forwarder makes `ended.3` when rank 3 ends.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -109,7 +109,7 @@ class _Forwarder:
     def __init__(
         self, rank: int, launcher: int, file: BinaryIO | None, prefix: bytes, progress: bool, busy: Path | None
     ) -> None:
-        self._rank_end, self._launcher_end = _watched(rank), _watched(launcher)
+        self._rank_end, self._launcher_end = _end_of(rank), _end_of(launcher)
         self._file, self._prefix, self._progress, self._busy = file, prefix, progress, busy
 
     def run(self, out: tuple[int, int], err: tuple[int, int]) -> NoReturn:
@@ -170,7 +170,7 @@ class _Forwarder:
             _show(target, lines[source].end(), screens)
 
 
-def _watched(process: int) -> int | None:
+def _end_of(process: int) -> int | None:
     """A descriptor that can be read from once a process has ended; None on kernels before 5.3."""
     with contextlib.suppress(OSError, AttributeError):
         return os.pidfd_open(process)

@@ -122,9 +122,9 @@ def main(argv: list[str]) -> int:
             metrics |= {f"{name}_mm": value for name, value in found.items()}  # as run_glue.py names them
             metrics["eval_samples_mm"] = len(second)
         trainer.save_metrics("eval", {**metrics, "eval_samples": len(sets["validation"])})
-        job.say(_summary(names, metrics, len(sets["validation"])))
+        job.print(_summary(names, metrics, len(sets["validation"])))
         if second:
-            job.say(_summary(names, metrics, len(second), "_mm") + " (mismatched set)")
+            job.print(_summary(names, metrics, len(second), "_mm") + " (mismatched set)")
         if args.do_train:
             shown = _report_examples(trainer, sets["validation"], labels)  # on all ranks, like every prediction
             if args.should_save:
@@ -253,7 +253,7 @@ def _predict(job: training_run.Job, trainer: Trainer, rows: Rows, labels: Labels
         for number, row in enumerate(logits.reshape(len(rows), -1)):
             prediction = f"{row[0]:.4f}" if labels is None else labels.names[int(row.argmax())]
             file.write(f"{rows.examples[number].id}\t{prediction}\n")
-    job.say(f"{len(rows):,} predictions in {path}")
+    job.print(f"{len(rows):,} predictions in {path}")
 
 
 def _report_examples(trainer: Trainer, rows: Rows, labels: Labels | None, most: int = 6) -> list[dict[str, Any]]:

@@ -176,12 +176,12 @@ def main(argv: list[str]) -> int:
         if args.should_save:
             trainer.save_metrics("eval", {**metrics, "eval_samples": len(sets["validation"].questions)})
             save_answers(Path(args.output_dir), "eval", trainer.last_answers, options)
-        job.say(_summary(metrics, len(sets["validation"].questions)))
+        job.print(_summary(metrics, len(sets["validation"].questions)))
     if args.do_predict:
         answers = trainer.answers(sets["test"], "Prediction")
         if args.should_save:
             save_answers(Path(args.output_dir), "predict", answers, options)
-        job.say(f"{len(answers):,} answers in {Path(args.output_dir) / 'predict_predictions.json'}")
+        job.print(f"{len(answers):,} answers in {Path(args.output_dir) / 'predict_predictions.json'}")
     training_run.finish(job, trainer, metrics)
     return 0
 
