@@ -58,7 +58,7 @@ def main(
 
 
 def _in_turns(options: argparse.Namespace, script: str) -> dict[str, Any]:
-    """Seed by seed, every side once, so that a slow hour of the machine meets all sides alike."""
+    """Seed by seed, every side once, so that a slow hour of the machine affects all sides equally."""
     words = sys.argv[1:]
     runs: list[dict[str, Any]] = []
     for seed in options.seeds:

@@ -1,4 +1,4 @@
-"""What local SGD does to the score: MiniLM on real SQuAD by two ranks that meet at every step, every 8, or every 32.
+"""What local SGD does to the score: MiniLM on real SQuAD by two ranks that synchronize every step, every 8, or every 32.
 
     python benchmarks/local_sgd.py --data ../shared/data/squad
 
@@ -33,7 +33,7 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Way:
-    """How the ranks meet; every=0 is DDP, whose gradients meet at every step."""
+    """How the ranks synchronize; every=0 is DDP, which averages gradients at every step."""
 
     every: int = 0
     outer_lr: float = 1.0
@@ -71,8 +71,8 @@ def my_share(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return share
 
 
-def one_rank(told: dict[str, Any]) -> None:
-    """One process under torchrun: trains its share; rank 0 answers the questions and writes the result to told["result"].
+def one_rank(request: dict[str, Any]) -> None:
+    """One process under torchrun: trains its share; rank 0 answers the questions and writes the result to request["result"].
 
     Dropout is seeded alike on both ranks, as transformers' Trainer does it.
     """
@@ -83,18 +83,18 @@ def one_rank(told: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("ccl")
-    training, dev, collate = load_data(Path(told["data"]), told["steps"], told["batch"], told["questions"])
-    model = load_model(told["seed"])
+    training, dev, collate = load_data(Path(request["data"]), request["steps"], request["batch"], request["questions"])
+    model = load_model(request["seed"])
     stoker.optimize(model, dtype=torch.float32)
-    wrapped, local = wrap(model, SIDES[told["side"]])
-    meetings = []
-    hook = register_optimizer_step_post_hook(lambda *_: meetings.append(local.step() if local else True))
+    wrapped, local = wrap(model, SIDES[request["side"]])
+    averages = []
+    hook = register_optimizer_step_post_hook(lambda *_: averages.append(local.step() if local else True))
     begin = time.perf_counter()
-    losses = train(wrapped, training, my_share(collate), told["seed"], told["steps"], told["batch"], loss_of)
+    losses = train(wrapped, training, my_share(collate), request["seed"], request["steps"], request["batch"], loss_of)
     hook.remove()
     if local and not local.agreed:
         local.average()
-        meetings.append(True)
+        averages.append(True)
     seconds = time.perf_counter() - begin
     everyone = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(everyone, dist.ReduceOp.AVG)  # ranks have equal numbers of windows
@@ -107,22 +107,24 @@ def one_rank(told: dict[str, Any]) -> None:
     found = {
         "losses": [round(loss, 4) for loss in everyone.tolist()],
         "seconds": round(seconds, 1),
-        "meetings": sum(meetings),
-        "bytes_per_step": round(bytes_each * sum(meetings) / told["steps"]),
+        "averages": sum(averages),
+        "bytes_per_step": round(bytes_each * sum(averages) / request["steps"]),
         **{name: round(score, 3) for name, score in evaluate(model, dev, collate).items()},
-        "settings": {name: told[name] for name in ("steps", "batch", "questions")},
+        "settings": {name: request[name] for name in ("steps", "batch", "questions")},
     }
-    Path(told["result"]).write_text(json.dumps(found))
+    Path(request["result"]).write_text(json.dumps(found))
 
 
-def run(told: dict[str, Any]) -> dict[str, Any]:
+def run(request: dict[str, Any]) -> dict[str, Any]:
     """One side with one seed, by two processes."""
-    result = Path(told["result"])
+    result = Path(request["result"])
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    ended = subprocess.run([*command, __file__, "--rank", json.dumps(told)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    ended = subprocess.run(
+        [*command, __file__, "--rank", json.dumps(request)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     if ended.returncode or not result.exists():
-        raise SystemExit(f"local_sgd: {told['side']}: the ranks ended with exit code {ended.returncode}")
+        raise SystemExit(f"local_sgd: {request['side']}: the ranks ended with exit code {ended.returncode}")
     found: dict[str, Any] = json.loads(result.read_text())
     result.unlink()
     return found
@@ -171,8 +173,8 @@ def main() -> None:
             name = f"{side} seed {seed}"
             if name in stored(store):
                 continue
-            told = {"side": side, "seed": seed, "data": str(options.data), **settings}
-            found = run({**told, "result": str(store.with_name(f".local_sgd-{os.getpid()}.json"))})
+            request = {"side": side, "seed": seed, "data": str(options.data), **settings}
+            found = run({**request, "result": str(store.with_name(f".local_sgd-{os.getpid()}.json"))})
             store.write_text(json.dumps({**stored(store), name: found}))
             print(f"{name}: F1 {found['f1']:.2f}, {found['seconds']:.0f} s of training", flush=True)
     print(summary(stored(store)))

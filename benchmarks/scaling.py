@@ -31,7 +31,7 @@ BARS = {"2 ranks x 1 core": 0.95, "local SGD": 0.9}
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one process is told."""
+    """What one process needs to know."""
 
     rank: int = 0
     size: int = 1
@@ -259,7 +259,7 @@ def two_hosts(options: argparse.Namespace, cpus: list[int], size: dict[str, int]
 
 
 def against_plan(options: argparse.Namespace, middles: dict[str, float], parameters: int) -> None:
-    """What `stoker plan` would have said of the two hosts, from the step without communication."""
+    """The prediction of `stoker plan` for the two hosts, from the step without communication."""
     from stoker.plan.cost_model import Network, Node, Setup, predict
     from stoker.plan.link_rates import measure_collectives
 

@@ -1,4 +1,4 @@
-"""yaml and JSON from outside are read within limits: no document is larger in memory than on paper."""
+"""yaml and JSON from outside are read within limits: none can expand to more memory than it has text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS)
-def test_a_document_beyond_the_limits_is_one_sentence_and_no_wait(text: str) -> None:
+def test_a_document_beyond_the_limits_is_refused_at_once_in_one_sentence(text: str) -> None:
     with pytest.raises(BadDocument) as caught:
         parse_yaml(text)
     assert "\n" not in str(caught.value)
@@ -63,13 +63,13 @@ def test_every_command_that_reads_a_config_file_has_the_limits(
     path.write_text(BOMBS[name])
     words = [*words, "--config_file", str(path), __file__] if words == ["launch"] else [*words, str(path)]
     assert main(words) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"stoker: config file {path} is not valid yaml: ")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"stoker: config file {path} is not valid yaml: ")
+    assert printed.count("\n") == 1
     assert [one.name for one in tmp_path.iterdir()] == ["c.yaml"]
 
 
-def test_what_people_and_accelerate_write_is_within_the_limits() -> None:
+def test_usual_config_files_are_within_the_limits() -> None:
     shared: list[str] = []
     written = yaml.safe_dump({"tpu_env": shared, "commands": shared, "fsdp_config": {"a": {"b": [1, 2.5, None]}}})
     assert "*id001" in written  # PyYAML writes aliases for what is shared

@@ -1,4 +1,4 @@
-"""Files that people name: whatever they are, reading them ends, fits into memory, and fails with one sentence."""
+"""Reading a file given by a user takes limited time and memory, and fails with one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that tests fork from a server (rig.warm) behave as those that are started anew."""
+"""Processes that tests fork from a server (rig.warm) behave like those that are started normally."""
 
 from __future__ import annotations
 

@@ -65,9 +65,9 @@ def failures(case: Case, outcome: Outcome) -> list[str]:
         found.append(f"crash: ended by signal {-outcome.code}")
     elif outcome.code not in case.codes:
         found.append(f"code: exit code {outcome.code}")
-    said = outcome.output + outcome.error
-    if _TRACEBACK.search(said):
-        found.append("traceback: " + (said.strip().splitlines() or [""])[-1][:200])
+    printed = outcome.output + outcome.error
+    if _TRACEBACK.search(printed):
+        found.append("traceback: " + (printed.strip().splitlines() or [""])[-1][:200])
     if outcome.code == 2 and case.open_output:
         lines = outcome.error.strip().splitlines()
         if not lines:

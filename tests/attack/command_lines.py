@@ -29,7 +29,7 @@ _PLAUSIBLE = ["1", "2", "3", "0.5", "bf16", "auto", "no", "yes", "true", "10gbit
               "0,1", "OMP_NUM_THREADS=1"]  # fmt: skip
 _WRITES = ("new", "new.yaml", "out", "report.html", "run")
 
-# These start as many threads or processes as they are told; a machine that is shared would suffer.
+# These start as many threads or processes as requested, which would disturb a shared machine.
 _COUNTS = ("--dataloader_num_workers", "--preprocessing_num_workers", "--torch_compile", "--torch_compile_backend",
            "--torch_compile_mode")  # fmt: skip
 # These ask services elsewhere, or wait for a debugger.

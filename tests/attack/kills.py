@@ -213,11 +213,11 @@ def _checkpoints(fork: Fork, folder: Path) -> list[str]:
         folders.tidy(copy)
         broken = {path.name: folders.why_unusable(path) for path in folders.all_checkpoints(copy)}
         last = folders.last_good(copy)
-        told = {
+        facts = {
             "last": folders.step_of(last) if last else 0,
             "broken": {name: why for name, why in broken.items() if why},
         }
-        target.write_text(json.dumps(told))
+        target.write_text(json.dumps(facts))
         shutil.rmtree(copy)
         return 0
 

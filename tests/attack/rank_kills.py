@@ -121,7 +121,7 @@ def _name(number: int) -> str:
 
 
 def _left(folder: Path, shared: set[str], *, killed: bool) -> list[str]:
-    """After a while, in which what was told to end does. What `kill -9` leaves in TMPDIR is for the next launch to remove."""
+    """Waits until processes that were signalled have ended. What `kill -9` leaves in TMPDIR is removed by the next launch."""
     end = time.monotonic() + _PATIENCE
     while sandbox.children() and time.monotonic() < end:
         with contextlib.suppress(ChildProcessError):

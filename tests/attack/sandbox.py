@@ -125,8 +125,8 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
             path = os.path.join(where, name)
             with contextlib.suppress(OSError):
                 facts = os.lstat(path)
-                told = (facts.st_size, facts.st_mtime_ns) if name in names else (0, 0)
-                found[os.fsdecode(os.path.relpath(path, os.fsencode(folder)))] = told
+                entry = (facts.st_size, facts.st_mtime_ns) if name in names else (0, 0)
+                found[os.fsdecode(os.path.relpath(path, os.fsencode(folder)))] = entry
     return found
 
 

@@ -51,8 +51,8 @@ def main() -> None:
     from attack.kinds import KINDS
     from attack.planted import planted
 
-    told = {"isolated": ISOLATED, "seconds": round(time.monotonic() - begin, 1)}
-    print("READY", json.dumps(told), flush=True)
+    facts = {"isolated": ISOLATED, "seconds": round(time.monotonic() - begin, 1)}
+    print("READY", json.dumps(facts), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if request["kind"] in ("kill", "rankkill"):

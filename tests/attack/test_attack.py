@@ -1,4 +1,4 @@
-"""Bad input is refused in a sentence, kills lose nothing, odd surroundings break nothing: drawn anew each day.
+"""Bad input is refused in a sentence, kills lose nothing, unusual environments work: new random cases every day.
 
 The seed is the date, or $STOKER_ATTACK_SEED. A failure prints the command that runs its case again.
 `make attack` draws thousands.
@@ -37,7 +37,7 @@ def run(server: Server, kind: str, count: int) -> None:
     assert not bad, f"{len(bad)} of {count} cases failed with seed {seed}:\n" + "\n".join(bad)
 
 
-def test_the_attack_notices_everything_that_counts_as_a_failure(server: Server) -> None:
+def test_planted_failures_of_every_kind_are_detected(server: Server) -> None:
     for number, expected in enumerate(PLANTED):
         if expected.startswith("leftover: /dev/shm") and not server.ready["isolated"]:
             continue  # it shares /dev/shm with the rest of the machine
@@ -54,5 +54,5 @@ def test_odd_environments_cause_no_traceback(server: Server) -> None:
     run(server, "environment", SHORT["environment"])
 
 
-def test_runs_killed_at_drawn_moments_lose_no_checkpoint_and_end_with_the_same_model(server: Server) -> None:
+def test_runs_killed_at_random_times_lose_no_checkpoint_and_end_with_the_same_model(server: Server) -> None:
     run(server, "kill", KILLED_RUNS)

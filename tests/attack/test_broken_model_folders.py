@@ -1,4 +1,4 @@
-"""A model folder that is broken in any way is answered by one sentence, and nothing is trained on random weights in silence.
+"""A broken model folder is refused in one sentence, and random weights are never trained without a warning.
 
 The commands are called below the command line, where they load and first use a model: a process per folder would take hours.
 """
@@ -119,7 +119,7 @@ def test_every_broken_folder_is_refused_in_one_sentence_or_loads(good: Path, tre
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_good_folder_works_and_warns_of_nothing(good: Path, command: str, warned: list[str]) -> None:
+def test_the_intact_folder_works_without_a_warning(good: Path, command: str, warned: list[str]) -> None:
     COMMANDS[command](good)
     assert warned == []
 
@@ -145,7 +145,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-def test_sentences_name_the_file_and_the_cause(good: Path, tmp_path: Path) -> None:
+def test_error_messages_name_the_file_and_the_cause(good: Path, tmp_path: Path) -> None:
     left = dict(REFUSED)
     for name, folder in variants(0, good, tmp_path / "broken", more=0):
         expected = left.pop(name, None)
@@ -166,7 +166,7 @@ WARNED = {
 }
 
 
-def test_a_model_that_is_partly_random_is_trained_with_a_warning_of_counts(
+def test_a_partly_random_model_is_trained_with_a_warning_that_has_counts(
     good: Path, tmp_path: Path, warned: list[str]
 ) -> None:
     left = dict(WARNED)
@@ -182,7 +182,7 @@ def test_a_model_that_is_partly_random_is_trained_with_a_warning_of_counts(
     assert not left
 
 
-def test_a_head_of_another_size_is_replaced_if_asked(broken: Callable[[str], Path], warned: list[str]) -> None:
+def test_a_head_of_another_size_is_replaced_on_request(broken: Callable[[str], Path], warned: list[str]) -> None:
     from transformers import AutoModelForQuestionAnswering
 
     options = ModelOptions(model_name_or_path=str(broken("weights that have a head of another size")))
@@ -198,7 +198,7 @@ def test_a_head_of_another_size_is_replaced_if_asked(broken: Callable[[str], Pat
     assert warned == []
 
 
-def test_models_without_a_part_called_base_are_compared_too(good: Path, tmp_path: Path) -> None:
+def test_models_without_a_separate_base_model_are_checked_too(good: Path, tmp_path: Path) -> None:
     import transformers
 
     config = transformers.T5Config(vocab_size=321, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
@@ -221,7 +221,7 @@ def test_values_that_would_fail_in_the_first_step_are_refused_when_loading(name:
     assert loading._wrong_type(transformers.BertConfig()) is None
 
 
-def test_a_bug_of_our_own_is_not_taken_for_a_broken_folder(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_stoker_is_not_reported_as_a_broken_folder(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Buggy:
         @staticmethod
         def from_pretrained(name: str) -> Any:
@@ -241,7 +241,7 @@ def test_a_bug_of_our_own_is_not_taken_for_a_broken_folder(good: Path, monkeypat
         loading.loaded(Failing, "model", str(good))
 
 
-def test_ctrl_c_while_loading_is_ctrl_c(good: Path) -> None:
+def test_ctrl_c_while_loading_ends_the_command(good: Path) -> None:
     class Slow:
         @staticmethod
         def from_pretrained(name: str) -> Any:
@@ -251,7 +251,7 @@ def test_ctrl_c_while_loading_is_ctrl_c(good: Path) -> None:
         loading.loaded(Slow, "model", str(good))
 
 
-def test_commands_answer_a_broken_folder_with_exit_code_two(
+def test_commands_end_with_exit_code_two_for_a_broken_folder(
     broken: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(broken("hidden_act in config.json is 'no_such_act'"))
@@ -259,6 +259,6 @@ def test_commands_answer_a_broken_folder_with_exit_code_two(
     assert (
         main(["plan", "--model", folder, "--batch", "2", "--length", "16", "--nodes", "1,2", "--processes", "1"]) == 2
     )
-    said = capsys.readouterr().err
-    assert said.count("config.json does not describe a model that can be built") == 2, said
-    assert "Traceback" not in said
+    printed = capsys.readouterr().err
+    assert printed.count("config.json does not describe a model that can be built") == 2, printed
+    assert "Traceback" not in printed

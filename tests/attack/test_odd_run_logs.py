@@ -1,4 +1,4 @@
-"""`stoker report` makes a page of any log, or says in one sentence why not, and shows what the log holds as text only."""
+"""`stoker report` makes a page from any log, or prints one sentence with the reason; texts of the log are escaped."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.usefixtures("_each_plot_once")
-def test_every_odd_log_makes_a_page_without_markup_of_its_own(tree_path: Path, usual: set[str]) -> None:
+def test_any_log_gives_a_page_without_markup_from_the_log(tree_path: Path, usual: set[str]) -> None:
     seen: set[str] = set()
     count = bad = 0
     for name, folder in variants(SEED, tree_path, more=20):
@@ -118,7 +118,9 @@ def test_every_odd_log_makes_a_page_without_markup_of_its_own(tree_path: Path, u
     assert bad > 138, "odd values are found when the log is read, not when the page is made"
 
 
-def test_a_log_that_is_no_file_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_is_not_a_regular_file_is_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, make in not_a_file().items():
         if name == "not readable" and os.geteuid() == 0:
             continue
@@ -126,13 +128,13 @@ def test_a_log_that_is_no_file_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
         folder.mkdir()
         make(folder / NAME)
         assert main(["report", str(folder)]) == 2, name
-        said = capsys.readouterr().err
-        assert len(said.splitlines()) == 1, said
-        assert "run.jsonl" in said
+        printed = capsys.readouterr().err
+        assert len(printed.splitlines()) == 1, printed
+        assert "run.jsonl" in printed
         assert not list(folder.glob(".*")), "nothing half written stays"
 
 
-def test_a_step_that_is_text_is_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_entry_whose_step_is_text_is_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_good(tmp_path)
     RunLog(tmp_path).write("step", step=MARKUP)
     RunLog(tmp_path).write("start", resumed_at=[], arguments={MARKUP: MARKUP})
@@ -144,7 +146,7 @@ def test_a_step_that_is_text_is_left_out_and_counted(tmp_path: Path, capsys: pyt
     assert "<script" not in text
 
 
-def test_a_step_of_markup_does_not_reach_the_page_of_an_unfinished_run(tmp_path: Path, usual: set[str]) -> None:
+def test_markup_in_a_step_is_not_on_the_page_of_an_unfinished_run(tmp_path: Path, usual: set[str]) -> None:
     """The page of such a run names its last step."""
     log = RunLog(tmp_path)
     log.write("start", task="qa")
@@ -155,7 +157,7 @@ def test_a_step_of_markup_does_not_reach_the_page_of_an_unfinished_run(tmp_path:
     assert elements(text) <= usual
 
 
-def test_what_the_log_says_reaches_the_page_as_text(tmp_path: Path, usual: set[str]) -> None:
+def test_texts_of_the_log_are_escaped_on_the_page(tmp_path: Path, usual: set[str]) -> None:
     """Every text of the log that a page shows, all at once."""
     log = RunLog(tmp_path)
     machine = {"cpu": MARKUP, "system": MARKUP}

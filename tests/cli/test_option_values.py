@@ -1,4 +1,4 @@
-"""Every option of every command: numbers are finite and of a sane size, names are text; what is not is one sentence."""
+"""Options of all commands: numbers must be finite and not too large, names must be UTF-8; otherwise one sentence says so."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 LONG = timedelta(seconds=300)  # whoever waits for a timeout makes the test fail
 
 
-def said(call: Callable[[], object]) -> str:
+def error_of(call: Callable[[], object]) -> str:
     try:
         call()
     except RuntimeError as error:
@@ -41,12 +41,12 @@ def destroy_while_receiving(rank: int, size: int, met: bool) -> str:
     dist.destroy_process_group(group)
     if rank == 1:
         dist.barrier()
-    return said(work.wait) if work is not None else ""
+    return error_of(work.wait) if work is not None else ""
 
 
 def abort_while_blocked(rank: int, size: int, asynchronous: bool) -> list[str]:
     """The last rank stays away from a collective, and another thread aborts the group that the others wait in."""
-    told = []
+    errors = []
     for _ in range(3):
         group = dist.new_group(timeout=LONG)
         if rank == size - 1:
@@ -57,11 +57,11 @@ def abort_while_blocked(rank: int, size: int, asynchronous: bool) -> list[str]:
         stop.start()
         x = torch.ones(1_000_000)
         work = dist.all_reduce(x, group=group, async_op=True) if asynchronous else None
-        told.append(said(work.wait if work is not None else lambda: dist.all_reduce(x, group=group)))  # noqa: B023
+        errors.append(error_of(work.wait if work is not None else lambda: dist.all_reduce(x, group=group)))  # noqa: B023
         stop.join()
         dist.barrier()
         dist.destroy_process_group(group)
-    return told
+    return errors
 
 
 def destroy_while_another_thread_reduces(rank: int, size: int) -> float:
@@ -113,11 +113,11 @@ def reduce_what_a_leader_cannot(rank: int, size: int) -> list[str]:
     x = torch.ones(4)
     dist.all_reduce(x)
     assert x.tolist() == [float(size)] * 4
-    return [mean, said(lambda: dist.all_reduce(torch.ones(4, dtype=torch.int16)))]
+    return [mean, error_of(lambda: dist.all_reduce(torch.ones(4, dtype=torch.int16)))]
 
 
 def said_or_refused(call: Callable[[], object]) -> str:
     try:
-        return said(call)
+        return error_of(call)
     except ValueError as error:
         return str(error)

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 
 
-def refused(call: Callable[[], object], words: str) -> None:
-    said = "accepted"
+def refused(call: Callable[[], object], reason: str) -> None:
+    outcome = "accepted"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's new names for old functions
             call()
     except (ValueError, RuntimeError) as error:
-        said = f"refused: {error}"
-    assert said.startswith("refused")
-    assert words in said, said
+        outcome = f"refused: {error}"
+    assert outcome.startswith("refused")
+    assert reason in outcome, outcome
 
 
 def tensors_that_do_not_fit(rank: int, size: int) -> None:
@@ -55,8 +55,8 @@ def tensors_that_do_not_fit(rank: int, size: int) -> None:
             (lambda: dist.scatter(short, alone, 0), missing),
             (lambda: dist.scatter(long, several, 0), "an input of 4 elements does not fit an output of 100000"),
         ]
-    for call, words in calls:
-        refused(call, words)
+    for call, reason in calls:
+        refused(call, reason)
     x = torch.ones(3)
     dist.all_reduce(x)
     assert x.tolist() == [float(size)] * 3

@@ -93,7 +93,7 @@ def test_a_link_cut_for_five_seconds_only_delays_the_job(start: Start, rig: Rig,
     ranks = start(timeout=40)
     rig.cut("beta")
     time.sleep(5)
-    rig.mend("beta")
+    rig.restore_link("beta")
     (tmp_path / "stop").touch()
     assert all(text.startswith("DONE") for text in outcomes(ranks)), "a rank failed"
     assert not rig.leftovers()

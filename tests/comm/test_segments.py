@@ -98,10 +98,10 @@ def test_a_rank_whose_proc_entry_cannot_be_read_is_not_reported_as_dead() -> Non
         assert lib.stoker_comm_barrier(handle)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        said = lib.stoker_comm_error(handle)
+        message = lib.stoker_comm_error(handle)
         lib.stoker_comm_destroy(other)
         lib.stoker_comm_destroy(handle)
-    assert b"rank 0 waited 0.2 s" in said
+    assert b"rank 0 waited 0.2 s" in message
 
 
 def test_a_forked_child_that_destroys_its_handle_does_not_leave_the_group() -> None:

@@ -186,6 +186,6 @@ def test_options_of_launch_reach_the_ranks() -> None:
     from stoker.cli.launch import parse
     from stoker.launch.options import to_variables
 
-    told = parse(["-n", "2", "--gradient_compression", "bf16", "--local-sgd", "8", "script.py", "--local_sgd", "4"])
-    assert to_variables(told) == {"STOKER_GRADIENT_COMPRESSION": "bf16", "STOKER_LOCAL_SGD": "8"}
-    assert told.arguments == ["--local_sgd", "4"]
+    options = parse(["-n", "2", "--gradient_compression", "bf16", "--local-sgd", "8", "script.py", "--local_sgd", "4"])
+    assert to_variables(options) == {"STOKER_GRADIENT_COMPRESSION": "bf16", "STOKER_LOCAL_SGD": "8"}
+    assert options.arguments == ["--local_sgd", "4"]

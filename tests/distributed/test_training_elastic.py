@@ -48,9 +48,9 @@ def test_under_mpirun_a_killed_worker_ends_the_job_and_the_printed_command_conti
     words = ["--output_dir", str(cut), "--kill_at", "7", *TRAINING]
     done = launch("-n", "2", "--launcher", "mpich", "--oversubscribe", SCRIPT, *words, env=mpi_environment("mpich"))
     assert done.returncode != 0
-    told = done.stderr.splitlines()
-    at = next(i for i, line in enumerate(told) if "to resume from the last checkpoint" in line)
-    command = shlex.split(told[at + 1])
+    lines = done.stderr.splitlines()
+    at = next(i for i, line in enumerate(lines) if "to resume from the last checkpoint" in line)
+    command = shlex.split(lines[at + 1])
     assert command[0] == "stoker"
     assert str(cut / "checkpoint-6") in command
     command = [word for word in command[1:] if word not in ("--kill_at", "7")]

@@ -1,4 +1,4 @@
-"""The layer for unmodified scripts: retired words act, retired imports resolve, the real ones are left alone, misfits refused."""
+"""The layer for unmodified scripts: retired arguments and imports work, installed packages are used, other versions refused."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ START = "from stoker.hf.compat import install\n"
 def run(
     code: str, *arguments: str, env: dict[str, str] | None = None, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Code in a process of its own, since hooks stay in the process they are installed in."""
+    """Runs code in a separate process, because hooks cannot be uninstalled."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    # torch would load Stoker's own ccl backend by its entry point; here it is as where that was not installed.
+    # Without the entry point through which torch loads Stoker's ccl backend, as if that were not installed.
     clean["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     done = warm.run(
         [sys.executable, "-c", code, *arguments],
@@ -71,7 +71,7 @@ pickle.dump(args, open(sys.argv[2] + "/args.bin", "wb"))
 """
 
 
-def test_every_retired_word_of_trainingarguments_acts(tmp_path: Path) -> None:
+def test_every_retired_argument_keeps_its_effect(tmp_path: Path) -> None:
     done = run(START + "install()\n" + PARSE, "--output_dir", str(tmp_path), *RETIRED_FLAGS)
     found = answer(done)
     assert (found["cpu"], found["bf16"], found["warmup"], found["same"]) == (True, True, 20, 20)
@@ -79,22 +79,22 @@ def test_every_retired_word_of_trainingarguments_acts(tmp_path: Path) -> None:
     assert found["one"]
     assert found["derived"]
     assert "stoker.hf.trainer" in found["bases"]
-    for word in RETIRED_EVERYWHERE if metadata.version("transformers").startswith("4.") else RETIRED_SINCE_5:
-        lines = [line for line in done.stderr.splitlines() if word in line]
-        assert len(lines) == 1, (word, done.stderr)
-    # What a script saves opens where Stoker's layer, or Stoker, is not.
+    for name in RETIRED_EVERYWHERE if metadata.version("transformers").startswith("4.") else RETIRED_SINCE_5:
+        lines = [line for line in done.stderr.splitlines() if name in line]
+        assert len(lines) == 1, (name, done.stderr)
+    # What a script saves can be loaded without Stoker.
     opened = run(f"import pickle\nargs = pickle.load(open({str(tmp_path / 'args.bin')!r}, 'rb'))\n"
                  "import sys, json\nprint(json.dumps({'cpu': args.use_cpu, 'stoker': 'stoker' in sys.modules}))")  # fmt: skip
     assert answer(opened) == {"cpu": True, "stoker": False}
 
 
-def test_without_the_layer_the_words_stay_retired(tmp_path: Path) -> None:
+def test_without_the_layer_retired_arguments_are_errors(tmp_path: Path) -> None:
     done = run(PARSE, "--output_dir", str(tmp_path), "--use_ipex", "--no_cuda", check=False)
     assert done.returncode != 0
     assert "arguments are not used by the HfArgumentParser: ['--use_ipex'" in done.stderr
 
 
-def test_no_ipex_leaves_the_model_alone_but_understands_the_words(tmp_path: Path) -> None:
+def test_no_ipex_accepts_retired_arguments_and_does_not_optimize(tmp_path: Path) -> None:
     done = run(START + "install(optimise=False)\n" + PARSE, "--output_dir", str(tmp_path), "--use_ipex", "--no_cuda")
     assert answer(done)["use_ipex"] is False
     assert "because of --no-ipex" in done.stderr
@@ -141,7 +141,7 @@ print(json.dumps({"both": both[0] is model and both[1] is optimizer, "copy": alo
 """
 
 
-def test_imports_that_no_longer_exist_resolve() -> None:
+def test_imports_of_discontinued_packages_work() -> None:
     done = run(START + "install()\n" + IMPORTS)
     found = answer(done)
     assert found["both"]
@@ -149,12 +149,12 @@ def test_imports_that_no_longer_exist_resolve() -> None:
     assert found["gone"].count("docs/coming-from-ipex.md") == 2
     assert "stoker launch" in found["launch"]
     assert (found["backend"], found["sum"]) == ("ccl", [1.0, 1.0])
-    said = [line for line in done.stderr.splitlines() if line.startswith("stoker: import")]
-    assert len(said) == 3
+    printed = [line for line in done.stderr.splitlines() if line.startswith("stoker: import")]
+    assert len(printed) == 3
     assert "gloo is used" in done.stderr
 
 
-def test_a_real_package_is_left_alone(tmp_path: Path) -> None:
+def test_an_installed_package_is_imported_instead(tmp_path: Path) -> None:
     for name in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "torch_ccl"):
         (tmp_path / f"{name}.py").write_text("REAL = True\n")
     code = (
@@ -166,7 +166,7 @@ def test_a_real_package_is_left_alone(tmp_path: Path) -> None:
     assert run(START + code, env={"PYTHONPATH": path}).stderr == ""
 
 
-def test_only_rank_0_speaks() -> None:
+def test_only_rank_0_prints() -> None:
     done = run(START + "install(first=False)\nimport intel_extension_for_pytorch")
     assert done.stderr == ""
 
@@ -174,13 +174,13 @@ def test_only_rank_0_speaks() -> None:
 @pytest.mark.parametrize(
     ("package", "version"), [("transformers", "4.30.2"), ("transformers", "6.0.0"), ("accelerate", "1.2.1")]
 )
-def test_a_version_that_does_not_fit_is_refused(package: str, version: str) -> None:
+def test_an_unsupported_version_is_refused(package: str, version: str) -> None:
     with pytest.raises(UserError, match="--no-compat") as caught:
         check_version(package, version)
     assert f"{package} {version}" in str(caught.value)
 
 
-def test_the_installed_versions_fit() -> None:
+def test_the_installed_versions_are_supported() -> None:
     for package in ("transformers", "accelerate"):
         check_version(package)
 
@@ -200,8 +200,8 @@ print(json.dumps({"arguments": stock.TrainingArguments is names[1], "trainer": s
     assert "has no TrainingArguments.ddp_timeout_delta; install transformers==" in done.stderr
 
 
-def test_a_group_that_was_destroyed_is_kept_until_the_process_ends() -> None:
-    """Else gloo's threads are joined with Python's lock held, which one of them may be waiting for."""
+def test_a_destroyed_process_group_is_kept_until_the_process_ends() -> None:
+    """Otherwise gloo's threads are joined while the GIL is held, for which one of them may be waiting."""
     code = """
 import torch.distributed as dist
 from stoker.hf import compat
@@ -222,25 +222,25 @@ def train(model):
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-def what_is_said(model, **how):
+def train_and_finish(model, **how):
     layer = install(**how)
     train(model)
     print("--", file=sys.stderr)
     layer.print_hint_if_nothing_was_optimised()
     layer.print_hint_if_nothing_was_optimised()
-what_is_said(torch.nn.Linear(4, 4))
-what_is_said(torch.nn.Linear(4, 4), first=False)
-what_is_said(torch.nn.Linear(4, 4), optimise=False)
+train_and_finish(torch.nn.Linear(4, 4))
+train_and_finish(torch.nn.Linear(4, 4), first=False)
+train_and_finish(torch.nn.Linear(4, 4), optimise=False)
 install().print_hint_if_nothing_was_optimised()
 import stoker
-what_is_said(stoker.optimize(torch.nn.Linear(4, 4)))
+train_and_finish(stoker.optimize(torch.nn.Linear(4, 4)))
 """
 
 
-def test_a_loop_that_nothing_was_applied_to_is_told_the_line_to_add() -> None:
+def test_after_a_plain_training_loop_the_line_to_add_is_printed() -> None:
     done = run(START + PLAIN_LOOP)
-    told, *others = done.stderr.split("--\n")[1:]
-    assert told.startswith("stoker: nothing was optimised, because this script has a training loop of its own")
-    assert "`import stoker; model, optimizer = stoker.optimize(model, optimizer)`" in told
-    assert told.count("\n") == 1
+    hint, *others = done.stderr.split("--\n")[1:]
+    assert hint.startswith("stoker: nothing was optimised, because this script has a training loop of its own")
+    assert "`import stoker; model, optimizer = stoker.optimize(model, optimizer)`" in hint
+    assert hint.count("\n") == 1
     assert others == ["", "", ""]  # another rank, --no-ipex, an optimised model

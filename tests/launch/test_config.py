@@ -187,17 +187,17 @@ def test_a_migrated_file_is_accepted_by_todays_accelerate(
     assert main(["config", "migrate", str(old)]) == 0
     taken = load_config_from_file(str(tmp_path / "old.migrated.yaml"))
     assert taken.num_processes == yaml.safe_load(text)["num_processes"]
-    said = capsys.readouterr().out
-    assert "ipex_config" in said
-    assert "stoker launch" in said
+    printed = capsys.readouterr().out
+    assert "ipex_config" in printed
+    assert "stoker launch" in printed
     assert (Config.read(tmp_path / "old.migrated.yaml").num_machines or 1) == yaml.safe_load(text)["num_machines"]
 
 
 def test_every_retired_key_is_explained() -> None:
     old = yaml.safe_load(MANY_MACHINES) | {"fp16": True, "use_xpu": True, "own_key": 1}
-    said = "\n".join(migrate.explain(old, Config.from_mapping(old)))
+    printed = "\n".join(migrate.explain(old, Config.from_mapping(old)))
     for key in ("ipex_config", "mpirun_ccl", "fp16", "dynamo_backend", "use_xpu", "own_key"):
-        assert key in said
+        assert key in printed
     assert "own_key" not in migrate.for_accelerate(Config.from_mapping(old))
 
 

@@ -1,4 +1,4 @@
-"""Batch scripts and manifests say what the launch would have done, are valid, and quote every word for where it goes."""
+"""Batch scripts and manifests describe the same launch, are valid, and quote every argument."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_manifests_follow_the_schema(machines: int) -> None:
 
 
 def expand(word: str) -> str:
-    """What Kubernetes makes of a word of `command`: $$ is $, $(NAME) a variable."""
+    """An argument of `command` as Kubernetes expands it: $$ is $, $(NAME) a variable."""
     return re.sub(r"\$\$|\$\((\w+)\)", lambda match: "$" if match[0] == "$$" else f"<{match[1]}>", word)
 
 
@@ -114,7 +114,7 @@ def test_kubernetes_passes_the_scripts_arguments_unchanged() -> None:
     assert command[command.index("--machine_rank") + 1] == "<JOB_COMPLETION_INDEX>"
 
 
-def test_a_batch_script_is_valid_and_quotes_every_word(tmp_path: Any) -> None:
+def test_a_batch_script_is_valid_and_quotes_every_argument(tmp_path: Any) -> None:
     words = [
         "--emit",
         "slurm",
@@ -166,7 +166,7 @@ def test_srun_sees_no_second_program_in_the_scripts_arguments(tmp_path: Any) -> 
     [
         (["--emit", "kubernetes", "s.py"], "--emit_image"),
         (["--emit", "kubernetes", "--emit_image", "a b", "s.py"], "not the name of an image"),
-        (["--emit", "slurm", "--emit_time", "1\n#SBATCH --uid=0", "s.py"], "not something Slurm takes"),
+        (["--emit", "slurm", "--emit_time", "1\n#SBATCH --uid=0", "s.py"], "not a value that Slurm accepts"),
         (["--emit", "slurm", "--num_machines", "2", "-n", "3", "s.py"], "evenly"),
     ],
 )
@@ -181,7 +181,7 @@ def test_no_ipex_and_variables_are_emitted() -> None:
 
 
 def test_placement_options_are_emitted() -> None:
-    """The job parses what it is given to what was asked for here."""
+    """The command in the job parses to the same options."""
     asked = ["--bind", "none", "--ncores-per-instance", "4", "--nodes-list", "0,2", "--use-e-cores", "--oversubscribe"]
     options = parse(["--emit", "slurm", *asked, "--no-prefix", "--dynamo_backend", "inductor", "s.py"])
     words = shlex.split(emit(options, Config()).splitlines()[-1])
@@ -194,10 +194,10 @@ def test_placement_options_are_emitted() -> None:
 def test_a_secret_is_not_written_into_what_is_printed(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch", "--emit", kind, "--emit_image", "i", "-genv", "HF_TOKEN=x1y2z3", "-genv", "A=b", "s.py"]
     assert main(words) == 0
-    printed, said = capsys.readouterr()
-    assert "x1y2z3" not in printed + said
+    printed, errors = capsys.readouterr()
+    assert "x1y2z3" not in printed + errors
     assert "A=b" in printed
-    assert "-genv HF_TOKEN is left out" in said
+    assert "-genv HF_TOKEN is left out" in errors
 
 
 def test_a_dry_run_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""mpirun and srun never see the script's arguments: whatever stands in them reaches the ranks, and nothing else is started."""
+"""mpirun and srun never see the script's arguments: they reach the ranks unchanged, and start no other program."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_srun_starts_no_second_program_and_exports_what_the_rank_needs(exported:
     assert not (tmp_path / "started").exists()
 
 
-def test_words_are_restored_exactly_and_the_variables_are_removed() -> None:
+def test_arguments_are_restored_exactly_and_the_variables_are_removed() -> None:
     words = ["{}", *HOSTILE, ":", "\udcff not UTF-8", LONG, LONG]
     environment = {"OWN": "1", "STOKER_HANDOVER_9": "of another launch", **handover.variables(words)}
     assert all(len(f"{name}={value}") < 128 << 10 for name, value in environment.items())

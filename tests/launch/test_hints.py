@@ -1,4 +1,4 @@
-"""Failures that Stoker has an answer to get one line after the traceback; others get none."""
+"""Failures that Stoker knows how to avoid get one line after the traceback; others get none."""
 
 from __future__ import annotations
 

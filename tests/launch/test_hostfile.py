@@ -1,4 +1,4 @@
-"""The hostfile is read in every dialect and checked; hosts are asked over ssh with every word quoted."""
+"""The hostfile is read in the format of every MPI and checked; arguments of ssh commands are quoted."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_errors_name_the_host(text: str, per_host: int | None, says: str) -> Non
         check(parse(text), "hostfile", per_host=per_host, resolve=known, is_local=lambda name: True)
 
 
-def test_a_hostfile_without_this_machine_is_odd_but_allowed() -> None:
+def test_a_hostfile_without_this_machine_gives_a_warning() -> None:
     notes = check(parse("alpha\nbeta\n"), "hosts", resolve=known, is_local=lambda name: False)
     assert notes == ["hosts does not name this machine, which will only start the others"]
     assert check(parse("alpha\n"), "hosts", resolve=known, is_local=lambda name: True) == []
 
 
-def test_an_empty_or_missing_hostfile_is_one_sentence(tmp_path: Path) -> None:
+def test_an_empty_or_missing_hostfile_is_reported_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "h").write_text("# nothing\n")
     with pytest.raises(UserError, match="names no host"):
         read(str(tmp_path / "h"))

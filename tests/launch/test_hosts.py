@@ -326,6 +326,6 @@ def test_the_rig_shapes_its_links() -> None:
         rig.cut("beta")
         probe = "import socket; socket.create_connection(('beta',22),timeout=1)"
         assert rig.run("alpha", [sys.executable, "-c", probe]).returncode != 0
-        rig.mend("beta")
+        rig.restore_link("beta")
         assert rig.run("alpha", [sys.executable, "-c", probe]).returncode == 0
     assert socket.gethostname() not in rig.hosts

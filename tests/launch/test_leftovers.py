@@ -44,8 +44,8 @@ def start(tmp_path: Path, how: str, mark: str, launcher: str = "torchrun") -> su
 def test_children_of_a_failed_rank_are_ended_and_its_directories_removed(launcher: str, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     process = start(tmp_path, "fail", mark, launcher)
-    said = process.communicate(timeout=120)[1]
-    assert process.returncode == 3, said
+    printed = process.communicate(timeout=120)[1]
+    assert process.returncode == 3, printed
     assert not running([mark])
     assert not list((tmp_path / "scratch").iterdir())
 
@@ -63,8 +63,8 @@ def test_a_killed_launch_leaves_no_process_and_the_next_launch_removes_its_direc
     assert [path.name[:14] for path in (tmp_path / "scratch").iterdir()] == ["stoker-launch-"]
     process = start(tmp_path, "end", other)
     try:
-        said = process.communicate(timeout=120)[1]
-        assert process.returncode == 0, said
+        printed = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, printed
         assert not list((tmp_path / "scratch").iterdir())
         assert len(running([other], seconds=0)) == 2  # after a good end, what a script has left running stays
     finally:

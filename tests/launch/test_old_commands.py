@@ -1,4 +1,4 @@
-"""Every command of the old guides, with scripts that know nothing of Stoker: what breaks today runs, or is answered."""
+"""Every command of the old guides, with unmodified scripts: those that fail without Stoker run, or give a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of accelerate, mpirun and ipexrun all mean something; what stands after the script is the script's."""
+"""The options of accelerate, mpirun and ipexrun are understood; arguments after the script belong to the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every line carries its rank, progress bars come from rank 0 only, and a crash loses nothing."""
+"""Every line has a rank prefix, only rank 0 shows progress bars, and no output is lost in a crash."""
 
 from __future__ import annotations
 

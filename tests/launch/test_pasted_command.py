@@ -1,4 +1,4 @@
-"""The command that is printed to go on works when it is pasted: one for all ranks, with the options of the launch."""
+"""The printed resume command works when it is pasted: one for all ranks, with the options of the launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan's formula keeps to its words, its advice is the gentlest that is good enough, and the command says what is wrong."""
+"""The plan's formula is as documented, its advice changes training as little as possible, and errors are one sentence."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class Rig:
         """The cable is pulled."""
         _ip("link", "set", self._outside(host), "down")
 
-    def mend(self, host: str) -> None:
+    def restore_link(self, host: str) -> None:
         _ip("link", "set", self._outside(host), "up")
 
     def kill(self, host: str) -> None:

@@ -1,4 +1,4 @@
-"""The log of a run is readable after a kill at any byte, and tells one story over all interruptions."""
+"""The log of a run is readable after a kill at any byte, and continuous over all interruptions."""
 
 from __future__ import annotations
 

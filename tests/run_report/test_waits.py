@@ -1,4 +1,4 @@
-"""The page tells which rank waited for which, and forgets what a resumed run has done again."""
+"""The page shows which ranks waited for which; steps that a resumed run repeats count once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`stoker ask`: what it does with texts that are none, models of few positions, and questions without an answer."""
+"""`stoker ask`: texts that are not UTF-8, models with few positions, and questions without an answer."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_named_columns_must_exist() -> None:
         choose_columns(["a", "b"], None, None, None)
 
 
-def test_a_tsv_with_quotation_marks_as_text_reads_whole(tmp_path: Path) -> None:
+def test_a_tsv_with_quotation_marks_as_text_is_read_completely(tmp_path: Path) -> None:
     path = tmp_path / "d.tsv"
     path.write_text('label\tsentence1\tsentence2\n1\tHe said " no\tShe said "no"\n0\tOne\tTwo\n')
     examples = read_examples(path)
@@ -171,7 +171,7 @@ def test_each_glue_task_has_its_metrics() -> None:
 
 
 @pytest.mark.data
-def test_the_real_mrpc_reads_whole(data: Path) -> None:
+def test_the_real_mrpc_is_read_completely(data: Path) -> None:
     for name, count in (("train", 3668), ("dev", 408), ("test", 1725)):
         examples = read_examples(data / "mrpc" / f"{name}.tsv", task="mrpc")
         assert len(examples) == count

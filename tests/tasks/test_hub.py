@@ -1,4 +1,4 @@
-"""Data sets of the hub take the same way as files: real ones from folders, names through a stand-in for the `datasets` package,
+"""Data sets of the hub are processed like files: real ones from folders, names through a stand-in for the `datasets` package,
 which would ask the hub."""
 
 from __future__ import annotations

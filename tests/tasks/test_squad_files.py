@@ -207,7 +207,7 @@ def test_a_missing_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.data
-def test_the_real_squad_reads_whole(data: Path) -> None:
+def test_the_real_squad_is_read_completely(data: Path) -> None:
     dev = read_questions(data / "squad" / "dev-v1.1.json.gz", training=True)
     assert len(dev) == 10570
     assert dev[0].answers[0] == "Denver Broncos"

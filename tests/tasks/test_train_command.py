@@ -1,4 +1,4 @@
-"""`stoker train` from data to a model that stock transformers loads; mistakes are one sentence and exit code 2."""
+"""`stoker train` from data to a model that stock transformers loads; mistakes give one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def qa_command(bert: Path, squad: Path, out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(bert: Path, squad: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the words of an IPEX-era command."""
+    """A run with the options of an IPEX-era command."""
     out = tmp_path_factory.mktemp("out") / "squad"
     assert main(qa_command(bert, squad, out, "--use_ipex", "--bf16", "--no_cuda")) == 0
     return out

@@ -1,4 +1,4 @@
-"""A script without torch: says who it is and what it got, then does as it is told. Knows nothing of Stoker."""
+"""A script without torch and Stoker: reports its rank and arguments, then does what its arguments request."""
 
 import json
 import os
