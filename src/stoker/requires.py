@@ -164,7 +164,7 @@ PARTS: dict[str, Part] = {
         ),
     ),
     "TrainingArguments": Part(
-        "retired arguments stay retired",
+        "retired arguments are not accepted",
         (
             f"{_ARGUMENTS}.__post_init__()",
             f"{_ARGUMENTS}.ddp_timeout_delta",
@@ -237,7 +237,7 @@ PARTS: dict[str, Part] = {
         ),
     ),
     "destroyed groups": Part(
-        "a destroyed process group is not kept until the process ends",
+        "a script that calls destroy_process_group may hang when it ends",
         (
             "torch.distributed.distributed_c10d:destroy_process_group(group)",
             "torch.distributed.distributed_c10d:GroupMember.WORLD",

@@ -196,7 +196,7 @@ print(json.dumps({"arguments": stock.TrainingArguments is names[1], "trainer": s
 """
     done = run(START + code)
     assert answer(done) == {"arguments": True, "trainer": True}
-    assert done.stderr.count("retired arguments stay retired, because transformers") == 1, done.stderr
+    assert done.stderr.count("retired arguments are not accepted, because transformers") == 1, done.stderr
     assert "has no TrainingArguments.ddp_timeout_delta; install transformers==" in done.stderr
 
 

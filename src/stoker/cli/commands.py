@@ -26,9 +26,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("train", "Train", "fine-tune a model: question answering, classification", "stoker.cli.train"),
     Command("ask", "Train", "ask a trained model about a text", "stoker.cli.ask"),
     Command("report", "Train", "generate the report page of a run from its log", "stoker.cli.report"),
-    Command(
-        "config", "Launch", "answer a few questions once and use the answers for every launch", "stoker.cli.config"
-    ),
+    Command("config", "Launch", "answer a few questions once; every launch uses the answers", "stoker.cli.config"),
     Command("launch", "Launch", "run a script on the CPUs of one machine or several", "stoker.cli.launch"),
     Command("plan", "Launch", "predict speed and cost of training on more machines", "stoker.cli.plan"),
     Command("env", "Launch", "print environment variables for the shell", "stoker.cli.env"),

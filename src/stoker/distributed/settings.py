@@ -1,6 +1,7 @@
 """How several processes train together: the options of TrainingArguments and `stoker launch`, and their environment variables.
 
-They are declared and checked once, here. Imports no torch.
+Defaults and permitted values are defined here, once; `stoker.launch.options` and `stoker.hf.arguments` add flags and help.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ COMPRESSIONS = ("none", "bf16", "bf16-feedback", "powersgd")
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedSettings:
-    """ValueError for values that are not possible."""
+    """Raises ValueError for values that are not permitted."""
 
     gradient_compression: str = "none"
     local_sgd: int = 0
