@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from stoker.cli.launch import parse
 from stoker.distributed.settings import DistributedSettings
 from stoker.errors import UserError
+from stoker.hf.arguments import TrainingArguments
+from stoker.launch.options import RankOptions
 
 
 @pytest.mark.parametrize(
@@ -69,3 +72,17 @@ def test_messages_name_the_options_that_are_on() -> None:
         str(DistributedSettings(gradient_compression="bf16", local_sgd=4))
         == "local_sgd=4 and gradient_compression=bf16"
     )
+
+
+@pytest.mark.parametrize("setting", dataclasses.fields(DistributedSettings), ids=lambda setting: setting.name)
+def test_the_flag_and_the_training_argument_are_derived_from_the_setting(setting: dataclasses.Field[Any]) -> None:
+    declared = {field.name: field for field in dataclasses.fields(RankOptions)}[setting.name]
+    assert declared.type == f"{setting.type} | None"
+    assert declared.default is None
+    flag = declared.metadata["option"]
+    argument = TrainingArguments.__dataclass_fields__[setting.name]
+    assert argument.type == type(setting.default) | None
+    assert argument.default is None
+    assert flag.help == setting.metadata["help"]
+    assert argument.metadata["help"].lower() == f"{setting.metadata['help']}.".lower()
+    assert flag.choices == argument.metadata.get("choices", ()) == setting.metadata.get("choices", ())

@@ -130,7 +130,7 @@ def test_json_of_the_first_versions_is_read(tmp_path: Path) -> None:
         ("distributed_type: DEEPSPEED\n", "DEEPSPEED is not for CPUs"),
         ("distributed_type: NONSENSE\n", "must be NO or MULTI_CPU"),
         ("num_processes: many\n", "num_processes: 'many' is not a whole number above 0"),
-        ("mixed_precision: int3\n", "must be one of no, bf16"),
+        ("mixed_precision: int3\n", "must be one of no, fp16"),
         ("compute_environment: AMAZON_SAGEMAKER\n", "LOCAL_MACHINE"),
         ("use_cpu: perhaps\n", "must be true or false"),
         ("a: 2020-13-45\n", "not valid yaml: month"),

@@ -120,7 +120,7 @@ def test_the_flags_of_a_launch_set_the_same_rank_options_again() -> None:
 
 
 def test_ignored_options_are_reported() -> None:
-    found = parse(["--enable_cpu_affinity", "--same_network", "s.py"])
+    found = parse(["--enable_cpu_affinity", "--same_network", "--quiet", "--rdzv_id", "1", "s.py"])
     assert len(found.notes) == 2
     assert all(note.startswith("--") for note in found.notes)
 

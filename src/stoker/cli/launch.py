@@ -9,7 +9,7 @@ from typing import Any
 from stoker.cli import parsing
 from stoker.distributed.settings import DistributedSettings
 from stoker.errors import UserError
-from stoker.launch.options import GROUPS, IGNORED, Option, Options, command_line
+from stoker.launch.options import GROUPS, OTHER_FLAGS, Option, Options, command_line
 from stoker.requires import require
 
 __all__ = ["main", "parse"]
@@ -39,10 +39,8 @@ def parse(argv: list[str]) -> Options:
         raise UserError(
             "stoker launch: no script was given; write it after the options: stoker launch [options] script.py ..."
         )
-    found.pop("_unused")
-    found["notes"] = tuple(note for name, note in IGNORED.items() if found.pop(name) and note)
     found["genv"] = tuple(found["genv"])
-    _translate_spellings(found)
+    _set_fields(found)
     options = Options(script=script, arguments=arguments, **found)
     names = [field.name for field in dataclasses.fields(DistributedSettings)]
     try:
@@ -52,17 +50,19 @@ def parse(argv: list[str]) -> Options:
     return options
 
 
-def _translate_spellings(found: dict[str, Any]) -> None:
-    """Sets the fields that the flags of SPELLINGS stand for."""
-    found["min_machines"], found["num_machines"] = found.pop("machine_range") or (None, None)
-    address, port = found.pop("rdzv_endpoint") or (None, None)
-    found["main_process_ip"] = found["main_process_ip"] or address
-    if found["main_process_port"] is None:
-        found["main_process_port"] = port
-    per_machine, instances = found["per_machine"], found.pop("ninstances")
-    if None not in (per_machine, instances) and per_machine != instances:
-        raise UserError(f"-ppn {per_machine} and --ninstances {instances} contradict each other; give one")
-    found["per_machine"] = per_machine or instances
+def _set_fields(found: dict[str, Any]) -> None:
+    """Turns the values of flags into the fields of `Options`. The flag of a field itself overrides others that set it."""
+    per_machine, instances = found["per_machine"], found["ninstances"]
+    if per_machine and instances and (per_machine,) != instances:
+        raise UserError(f"-ppn {per_machine} and --ninstances {instances[0]} contradict each other; give one")
+    ignored = [option for name, option in OTHER_FLAGS.items() if option.ignored is not None and found.pop(name)]
+    found["notes"] = tuple(option.note for option in ignored if option.note)
+    for name, option in command_line().items():
+        if option.sets:
+            values = found.pop(name) or [None] * len(option.sets)
+            for field, value in zip(option.sets, values, strict=True):
+                if found.get(field) in (None, ""):
+                    found[field] = value
 
 
 def build_parser() -> parsing.Parser:
@@ -74,8 +74,6 @@ def build_parser() -> parsing.Parser:
         group = groups.get(option.group, parser)
         default = [] if option.repeated else defaults.get(name)
         _add_option(group, name, option, default)
-    for name in IGNORED:
-        _add(parser, f"--{name}", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -86,8 +84,8 @@ def _add_option(group: Any, name: str, option: Option, default: Any) -> None:
             _add(group, *option.flags, dest=name, action="store_true", default=default, help=text)
         else:
             action = "append" if option.repeated else "store"
-            _add(group, *option.flags, dest=name, action=action, type=option.convert, choices=option.choices,
-                 default=default, metavar=option.metavar, help=text)  # fmt: skip
+            _add(group, *option.flags, dest=name, action=action, type=option.convert_flag or option.convert,
+                 choices=option.choices or None, default=default, metavar=option.metavar, help=text)  # fmt: skip
     if option.off:
         _add(group, option.off, dest=name, action="store_false", default=default, help=option.off_help)
 

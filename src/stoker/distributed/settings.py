@@ -1,7 +1,7 @@
-"""How several processes train together: the options of TrainingArguments and `stoker launch`, and their environment variables.
+"""How several processes train together: each option's type, default, help and permitted values.
 
-Defaults and permitted values are defined here, once; `stoker.launch.options` and `stoker.hf.arguments` add flags and help.
-Imports no torch.
+The flags of `stoker launch` (`stoker.launch.options`) and the fields of `TrainingArguments` (`stoker.hf.arguments`) are derived
+from these declarations. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,20 +14,34 @@ from typing import Any
 
 from stoker.numbers import finite_number, whole_number
 
-__all__ = ["COMPRESSIONS", "DistributedSettings", "check_outer"]
+__all__ = ["DistributedSettings", "check_outer", "variable"]
 
 COMPRESSIONS = ("none", "bf16", "bf16-feedback", "powersgd")
+
+
+def _setting(default: Any, help: str, **rest: Any) -> Any:
+    """A field whose metadata are keyword arguments of argparse's add_argument, as HfArgumentParser expects them."""
+    return dataclasses.field(default=default, metadata={"help": help.format(default=default), **rest})
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedSettings:
     """Raises ValueError for values that are not permitted."""
 
-    gradient_compression: str = "none"
-    local_sgd: int = 0
-    """Steps between two averages of the weights; 0: the gradients of every step are averaged instead."""
-    local_sgd_outer_lr: float = 1.0
-    local_sgd_outer_momentum: float = 0.0
+    gradient_compression: str = _setting(
+        "none",
+        "how gradients are sent: bf16 (half the bytes), bf16-feedback (rounding errors are added to the next step), "
+        "powersgd (low rank), none",
+        choices=COMPRESSIONS,
+    )
+    local_sgd: int = _setting(0, "average weights every K steps instead of gradients at every step", metavar="K")
+    """0: gradients are averaged at every step."""
+    local_sgd_outer_lr: float = _setting(
+        1.0, "learning rate of the averages (default {default}; DiLoCo: 0.7)", metavar="X"
+    )
+    local_sgd_outer_momentum: float = _setting(
+        0.0, "Nesterov momentum of the averages (default {default}; DiLoCo: 0.9)", metavar="X"
+    )
 
     def __post_init__(self) -> None:
         compression = self.gradient_compression
@@ -59,13 +73,18 @@ class DistributedSettings:
         return " and ".join(on)
 
 
+def variable(name: str) -> str:
+    """The environment variable by which `stoker launch` passes a setting to its ranks."""
+    return f"STOKER_{name.upper()}"
+
+
 def _from_environment(name: str, kind: type) -> Any:
-    text = os.environ.get(f"STOKER_{name.upper()}")
+    text = os.environ.get(variable(name))
     if not text:
         return None
     value = whole_number(text) if kind is int else finite_number(text) if kind is float else text
     if value is None:
-        raise ValueError(f"STOKER_{name.upper()} is {text!r}, which is not a number; unset it, or correct it")
+        raise ValueError(f"{variable(name)} is {text!r}, which is not a number; unset it, or correct it")
     return value
 
 

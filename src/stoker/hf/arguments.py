@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from stoker.distributed.settings import COMPRESSIONS, DistributedSettings
+from stoker.distributed.settings import DistributedSettings
 from stoker.errors import UserError
 from stoker.hf.ddp_backend import choose, join
 from stoker.hf.retired import RETIRED, Retired
@@ -40,16 +40,25 @@ def _retired_field(row: Retired) -> tuple[str, Any, Any]:
     return row.name, row.type | None, field(default=None, metadata=metadata)
 
 
-_RetiredArguments: Any = dataclasses.make_dataclass(
-    "_RetiredArguments", [_retired_field(row) for row in RETIRED if row.name not in _TODAY]
+def _distributed_field(setting: dataclasses.Field[Any]) -> tuple[str, Any, Any]:
+    """None, the default, stands for the value that `stoker launch` was given."""
+    text = setting.metadata["help"]
+    metadata = {**setting.metadata, "help": f"{text[0].upper()}{text[1:]}."}
+    return setting.name, type(setting.default) | None, field(default=None, metadata=metadata)
+
+
+_DerivedArguments: Any = dataclasses.make_dataclass(
+    "_DerivedArguments",
+    [_retired_field(row) for row in RETIRED if row.name not in _TODAY]
+    + [_distributed_field(setting) for setting in dataclasses.fields(DistributedSettings)],
 )
 _BACKENDS = ["nccl", "gloo", "mpi", "ccl", "xccl", "hccl", "cncl", "mccl"]
 
 
 @drop_unsupported
 @dataclass
-class TrainingArguments(_RetiredArguments, transformers.TrainingArguments):  # type: ignore[misc]
-    """transformers.TrainingArguments with the retired arguments, and with what Stoker adds."""
+class TrainingArguments(_DerivedArguments, transformers.TrainingArguments):  # type: ignore[misc]
+    """transformers.TrainingArguments with the retired arguments, those of `DistributedSettings`, and Stoker's own."""
 
     ddp_backend: str | None = field(
         default=None,
@@ -65,24 +74,6 @@ class TrainingArguments(_RetiredArguments, transformers.TrainingArguments):  # t
             "help": "Stop when the loss is NaN or infinite, and name the examples of that batch. "
             "Weights that are not finite are never saved."
         },
-    )
-    gradient_compression: str | None = field(
-        default=None,
-        metadata={
-            "help": "How gradients are sent between processes: bf16 (half the bytes), bf16-feedback (rounding errors are "
-            "added to the next step), powersgd (low rank), none.",
-            "choices": list(COMPRESSIONS),
-        },
-    )
-    local_sgd: int | None = field(
-        default=None,
-        metadata={"help": "Average the weights of the processes every N steps instead of the gradients of every step."},
-    )
-    local_sgd_outer_lr: float | None = field(
-        default=None, metadata={"help": "Step size towards the average (default 1.0; DiLoCo: 0.7)."}
-    )
-    local_sgd_outer_momentum: float | None = field(
-        default=None, metadata={"help": "Nesterov momentum of the averages (default 0.0; DiLoCo: 0.9)."}
     )
     balance_tokens: bool = field(
         default=True,

@@ -1,10 +1,12 @@
-"""The options of `stoker launch`, each declared once, as a field of one of three classes.
+"""The options of `stoker launch`, each declared once.
 
 A declaration holds the flags, the help, the key in a config file and the environment variable for the script, as far as an
 option has them. The command line (`stoker.cli.launch`), the config file (`Config`), what a rank receives (`Settings`), the
-scripts of `--emit` and the table in docs/launch.md (printed by `python -m stoker.launch.options`) are derived from it.
+scripts of `--emit` and the table in docs/launch.md (printed by `python -m stoker.launch.options`) are derived from it. Options
+that `TrainingArguments` has as well are declared in `stoker.distributed.settings` and only named here.
 
-The class says who needs the option: `RankOptions` are sent to every rank, `LaunchOptions` stay with the launcher.
+The class says who needs the option: `RankOptions` are sent to every rank, `LaunchOptions` stay with the launcher. Flags that
+have no field of their own are in `OTHER_FLAGS`.
 """
 
 from __future__ import annotations
@@ -13,19 +15,18 @@ import argparse
 import dataclasses
 import functools
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.distributed.settings import COMPRESSIONS
+from stoker.distributed.settings import DistributedSettings, variable
 from stoker.hf.secrets import is_secret
 from stoker.launch.rank.allocators import ALLOCATORS
 from stoker.numbers import whole_number
 from stoker.option_values import count, number, path, port, seconds, whole
 
-__all__ = ["GROUPS", "IGNORED", "LaunchOptions", "Option", "Options", "RankOptions", "command_line", "declared",
-           "parse_nodes", "table",
-           "to_flags", "to_variables", "truth"]  # fmt: skip
+__all__ = ["GROUPS", "OTHER_FLAGS", "LaunchOptions", "Option", "Options", "RankOptions", "command_line", "declared",
+           "parse_nodes", "table", "to_flags", "to_variables", "truth"]  # fmt: skip
 
 GENERAL = "general"
 PROCESSES = "for several processes"
@@ -48,7 +49,8 @@ class Option:
     help: str = ""
     off_help: str = ""
     convert: Callable[[str], Any] | None = None
-    choices: tuple[str, ...] | None = None
+    choices: Collection[str] = ()
+    """The permitted values. A mapping also holds the description of each, for `stoker config`."""
     metavar: str | None = None
     repeated: bool = False
     """May be given several times; the value is a tuple."""
@@ -60,6 +62,12 @@ class Option:
     """The environment variable that the script finds it in."""
     write: Callable[[Any], Any] = lambda value: value
     """The reverse of `convert`, where str() is not."""
+    convert_flag: Callable[[str], Any] | None = None
+    """Reads the value on the command line, where it has another form than in a config file."""
+    sets: tuple[str, ...] = ()
+    """The fields that the flag sets, if not only its own; the value is then a tuple with a value for each."""
+    ignored: str | None = None
+    """Why the flag has no effect, for the note to the user; empty: without a note."""
 
     def read(self, value: Any) -> Any:
         """The value that a config file holds; raises argparse.ArgumentTypeError."""
@@ -69,6 +77,11 @@ class Option:
         if self.choices and text.lower() not in self.choices:
             raise argparse.ArgumentTypeError(f"{value!r} must be one of {', '.join(self.choices)}")
         return self.convert(text.lower() if self.choices else text)
+
+    @property
+    def note(self) -> str:
+        """The sentence for a user who gives a flag that is ignored."""
+        return f"{self.flags[0]} is ignored: {self.ignored}" if self.ignored else ""
 
 
 def option(
@@ -81,6 +94,18 @@ def option(
 def switch(usage: str, group: str, help: str, default: bool | None = False, **rest: Any) -> Any:
     """A field for an option without a value."""
     return dataclasses.field(default=default, metadata={"option": declare(usage, group, help, None, **rest)})
+
+
+_CONVERTERS: dict[type, Callable[[str], Any]] = {str: str, int: whole, float: number}
+
+
+def distributed(name: str) -> Any:
+    """A field for an option that `DistributedSettings` declares; None means that the script decides."""
+    setting = DistributedSettings.__dataclass_fields__[name]
+    about = dict(setting.metadata)
+    convert = _CONVERTERS[type(setting.default)]
+    usage = f"--{name} {about.pop('metavar', '')}"
+    return option(usage, PROCESSES, about.pop("help"), convert, variable=variable(name), **about)
 
 
 def declare(usage: str, group: str, help: str, convert: Callable[[str], Any] | None, **rest: Any) -> Option:
@@ -151,6 +176,20 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _ignored(flag: str, reason: str) -> Option:
+    return declare(flag, HIDDEN, "", None, ignored=reason)
+
+
+_LAUNCHERS = {
+    "auto": "automatic: mpirun with a hostfile, otherwise torchrun",
+    "torchrun": "torchrun (stoker launch on each machine)",
+    "impi": "Intel MPI (from one machine, over ssh)",
+    "mpich": "MPICH (from one machine, over ssh)",
+    "openmpi": "Open MPI (from one machine, over ssh)",
+    "slurm": "Slurm",
+}
+
+
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
@@ -158,7 +197,7 @@ class RankOptions:
 
     module: bool = switch("-m --module", GENERAL, "the script is a module name, as in python -m")
     mixed_precision: str | None = option(
-        "--mixed_precision", GENERAL, "what Accelerator() uses; bf16 works on every CPU", choices=("no", "bf16", "fp16", "fp8"),
+        "--mixed_precision", GENERAL, "what Accelerator() uses; bf16 works on every CPU", choices=("no", "fp16", "bf16", "fp8"),
         config="mixed_precision", unset="no", variable="ACCELERATE_MIXED_PRECISION")
     ipex: bool | None = switch(
         "--ipex", GENERAL, "Stoker's optimisations; on unless --no_ipex", None, off="--no_ipex",
@@ -172,18 +211,10 @@ class RankOptions:
         config="stoker_config.num_cpu_threads_per_process")
     backend: str | None = option(
         "--backend", PROCESSES, "what Accelerator() communicates with", choices=("gloo", "ccl", "mpi"))
-    gradient_compression: str | None = option(
-        "--gradient_compression", PROCESSES, "how gradients are sent; bf16 halves the bytes", choices=COMPRESSIONS,
-        variable="STOKER_GRADIENT_COMPRESSION")
-    local_sgd: int | None = option(
-        "--local_sgd K", PROCESSES, "average weights every K steps instead of gradients at every step", whole,
-        variable="STOKER_LOCAL_SGD")
-    local_sgd_outer_lr: float | None = option(
-        "--local_sgd_outer_lr X", PROCESSES, "learning rate of the averages (default 1.0; DiLoCo: 0.7)", number,
-        variable="STOKER_LOCAL_SGD_OUTER_LR")
-    local_sgd_outer_momentum: float | None = option(
-        "--local_sgd_outer_momentum X", PROCESSES, "momentum of the averages (default 0.0; DiLoCo: 0.9)", number,
-        variable="STOKER_LOCAL_SGD_OUTER_MOMENTUM")
+    gradient_compression: str | None = distributed("gradient_compression")
+    local_sgd: int | None = distributed("local_sgd")
+    local_sgd_outer_lr: float | None = distributed("local_sgd_outer_lr")
+    local_sgd_outer_momentum: float | None = distributed("local_sgd_outer_momentum")
     oversubscribe: bool = switch("--oversubscribe", PROCESSES, "allow more threads than cores")
     prefix: bool = switch("", PROCESSES, "", True, off="--no_prefix", off_help="no [rank] before each line")
     cores_per_process: int | None = option("--ncores_per_instance N", PLACEMENT, "cores per process", count)
@@ -221,13 +252,15 @@ class LaunchOptions(RankOptions):
     per_machine: int | None = option("-ppn -perhost --nprocs_per_node N", PROCESSES, "processes per machine", count)
     launcher: str | None = option(
         "--launcher", PROCESSES, "auto: mpirun with a hostfile, otherwise torchrun's elastic agent",
-        choices=("auto", "torchrun", "impi", "mpich", "openmpi", "slurm"), config="stoker_config.launcher", unset="auto")
+        choices=_LAUNCHERS, config="stoker_config.launcher", unset="auto")
     max_restarts: int | None = option("--max_restarts N", PROCESSES, "restart all ranks after a failure, up to N times", whole)
     """None: 3 if the number of machines may change, otherwise 0."""
     hostfile: str | None = option(
         "-f -hostfile -machinefile --hostfile --mpirun_hostfile FILE", MACHINES,
         "hosts for mpirun: one per line, optionally :N or slots=N", path, config="mpirun_config.mpirun_hostfile")
-    num_machines: int | None = option("", HIDDEN, "", count, config="num_machines", unset=1)
+    num_machines: int | None = option(
+        "--num_machines --nnodes N", MACHINES, "machines without a hostfile; 2:4 continues with fewer, down to 2", count,
+        config="num_machines", unset=1, convert_flag=machine_range, sets=("min_machines", "num_machines"))
     min_machines: int | None = None
     """2 after `--nnodes 2:4`, where `num_machines` is 4."""
     machine_rank: int | None = option(
@@ -260,30 +293,25 @@ class Options(LaunchOptions):
     """One sentence for each option that is accepted but ignored."""
 
 
-SPELLINGS = {
-    "machine_range": declare(
-        "--num_machines --nnodes N", MACHINES, "machines without a hostfile; 2:4 continues with fewer, down to 2", machine_range,
-        config="num_machines",
-    ),
+# fmt: off
+OTHER_FLAGS = {
     "rdzv_endpoint": declare(
-        "--rdzv_endpoint HOST[:PORT]", MACHINES, "--main_process_ip and --main_process_port in one, as in torchrun", _endpoint
-    ),
-    "ninstances": declare("--ninstances N", PLACEMENT, "processes per machine", count),
-    "_unused": declare("--rdzv_backend --rdzv_id --main_training_function --gpu_ids", HIDDEN, "", str),
-}  # fmt: skip
-"""Flags that set other options' fields, or none: `stoker.cli.launch` translates them."""
-
-IGNORED = {
-    "enable_cpu_affinity": "--enable_cpu_affinity is ignored: every process has its own cores anyway",
-    "same_network": "--same_network is ignored: nothing depends on it any more",
-    "debug": "--debug is ignored: set ACCELERATE_DEBUG_MODE=true for accelerate's checks of collectives",
-    "multi_gpu": "--multi_gpu is ignored: Stoker trains on CPUs; use -n to set the number of processes",
-    "use_xpu": "--use_xpu is ignored: Stoker trains on CPUs",
-    "quiet": "",
-    "latency_mode": "--latency-mode is ignored: it is for inference; use -n and --ncores-per-instance",
-    "throughput_mode": "--throughput-mode is ignored: it is for inference; use -n",
+        "--rdzv_endpoint HOST[:PORT]", MACHINES, "--main_process_ip and --main_process_port in one, as in torchrun", _endpoint,
+        sets=("main_process_ip", "main_process_port")),
+    "ninstances": declare(
+        "--ninstances N", PLACEMENT, "processes per machine", lambda text: (count(text),), sets=("per_machine",)),
+    "unused": declare("--rdzv_backend --rdzv_id --main_training_function --gpu_ids", HIDDEN, "", str, ignored=""),
+    "quiet": _ignored("--quiet", ""),
+    "enable_cpu_affinity": _ignored("--enable_cpu_affinity", "every process has its own cores anyway"),
+    "same_network": _ignored("--same_network", "nothing depends on it any more"),
+    "debug": _ignored("--debug", "set ACCELERATE_DEBUG_MODE=true for accelerate's checks of collectives"),
+    "multi_gpu": _ignored("--multi_gpu", "Stoker trains on CPUs; use -n to set the number of processes"),
+    "use_xpu": _ignored("--use_xpu", "Stoker trains on CPUs"),
+    "latency_mode": _ignored("--latency_mode", "it is for inference; use -n and --ncores_per_instance"),
+    "throughput_mode": _ignored("--throughput_mode", "it is for inference; use -n"),
 }
-"""Old switches without effect, each with the note that is printed."""
+# fmt: on
+"""Flags without a field of their own: they set those of other options, or are accepted for old commands and ignored."""
 
 
 @functools.cache
@@ -296,7 +324,7 @@ def declared(owner: type[RankOptions]) -> Mapping[str, Option]:
 def command_line() -> dict[str, Option]:
     """Everything that `stoker launch` takes, in the order of its --help."""
     own = {name: one for name, one in declared(LaunchOptions).items() if name not in declared(RankOptions)}
-    return {**SPELLINGS, **own, **declared(RankOptions)}
+    return {**OTHER_FLAGS, **own, **declared(RankOptions)}
 
 
 def to_flags(options: RankOptions) -> list[str]:
@@ -331,7 +359,7 @@ def table() -> str:
     for group in GROUPS:
         lines.append(f"| **{group}** | | |")
         for one in command_line().values():
-            value = one.metavar or r"\|".join(one.choices or ())
+            value = one.metavar or r"\|".join(one.choices)
             for flags, text in ((one.flags, one.help), ((one.off,), one.off_help)):
                 if one.group == group and text:
                     names = [*flags[:-1], f"{flags[-1]} {value}".strip()]

@@ -7,7 +7,7 @@ sets an option has the name of the option's key in a config file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,8 +104,14 @@ _DYNAMO = (
 _MODES = ("default", "reduce-overhead", "max-autotune")
 
 
-def _same(names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, name) for name in names)
+def _choices(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    return tuple(names.items() if isinstance(names, Mapping) else ((name, name) for name in names))
+
+
+def _choose(name: str, text: str, **rest: Any) -> Question:
+    """A question about an option with a fixed set of values."""
+    option = IN_FILE[name]
+    return Question(name, text, "choice", option.unset, _choices(option.choices), **rest)
 
 
 # fmt: off
@@ -134,19 +140,12 @@ QUESTIONS: tuple[Question, ...] = (
     Question("mpirun_hostfile", "Please enter the path to the hostfile to use with mpirun", "text", "~/hostfile", when=_by_mpi),
     Question("mpirun_ccl", "Enter the number of oneCCL worker threads (cores of each process kept for communication)", "number",
              0, when=_by_mpi, least=0),
-    Question("launcher", "What should start the processes?", "choice", "auto",
-             (("auto", "automatic: mpirun with a hostfile, otherwise torchrun"),
-              ("torchrun", "torchrun (stoker launch on each machine)"),
-              ("impi", "Intel MPI (from one machine, over ssh)"),
-              ("mpich", "MPICH (from one machine, over ssh)"),
-              ("openmpi", "Open MPI (from one machine, over ssh)"),
-              ("slurm", "Slurm")),
-             when=_is_distributed, asked="more"),
+    _choose("launcher", "What should start the processes?", when=_is_distributed, asked="more"),
     Question("dynamo", "Do you wish to optimize your script with torch dynamo?", "yes", False),
-    Question("dynamo_backend", "Which dynamo backend would you like to use?", "choice", "inductor", _same(_DYNAMO),
+    Question("dynamo_backend", "Which dynamo backend would you like to use?", "choice", "inductor", _choices(_DYNAMO),
              when=_compiles),
     Question("dynamo_customized", "Do you want to customize the defaults sent to torch.compile?", "yes", False, when=_compiles),
-    Question("dynamo_mode", "Which mode do you want to use?", "choice", "default", _same(_MODES), when=_customized),
+    Question("dynamo_mode", "Which mode do you want to use?", "choice", "default", _choices(_MODES), when=_customized),
     Question("dynamo_use_fullgraph", "Do you want the fullgraph mode or it is ok to break model into several subgraphs?", "yes",
              False, when=_customized),
     Question("dynamo_use_dynamic", "Do you want to enable dynamic shape tracing?", "yes", False, when=_customized),
@@ -159,11 +158,9 @@ QUESTIONS: tuple[Question, ...] = (
              when=_is_distributed),
     Question("num_cpu_threads_per_process", "How many threads should each process use?", "number", _threads, asked="more",
              meaning="one per core of the machine it runs on"),
-    Question("mixed_precision", "Do you wish to use mixed precision?", "choice", "no", _same(("no", "fp16", "bf16", "fp8"))),
+    _choose("mixed_precision", "Do you wish to use mixed precision?"),
 )
 # fmt: on
-_CHOICES = {question.name: {name for name, _ in question.choices} for question in QUESTIONS}
-assert all(_CHOICES[name] == set(IN_FILE[name].choices or ()) for name in ("launcher", "mixed_precision"))
 
 
 def to_config(answers: Answers) -> Config:
