@@ -11,7 +11,7 @@ and in chunks of fixed size, so it does not depend on the number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,21 +89,19 @@ def _outside(operator: str, name: str, ids: Tensor, token: int, rows: int) -> In
     return IndexError(f"{operator}: {name} has {value} at position {token}; the table has {rows} rows")
 
 
+def _call(ids: Tensor, like: Tensor, **fields: Any) -> Any:
+    """The call struct for a table of the shape and type of `like`."""
+    rows, columns = like.shape
+    return native.fill(
+        "stoker_embedding_call", ids=ids, tokens=ids.numel(), rows=rows, columns=columns,
+        table_dtype=native.dtype_code(like.dtype), **fields,
+    )  # fmt: skip
+
+
 def _scatter(dz: Tensor, ids: Tensor, table: Tensor, skip: int) -> Tensor:
     """The gradient of `table`, given that of the rows looked up."""
     grad = torch.empty_like(table, memory_format=torch.contiguous_format)
-    call = native.struct("stoker_embedding_call")(
-        ids=ids.data_ptr(),
-        dy=dz.data_ptr(),
-        dtable=grad.data_ptr(),
-        tokens=ids.numel(),
-        rows=table.shape[0],
-        columns=table.shape[1],
-        skip=skip,
-        dtype=native.dtype_code(dz.dtype),
-        table_dtype=native.dtype_code(table.dtype),
-        threads=native.threads(),
-    )
+    call = _call(ids, table, dy=dz, dtable=grad, skip=skip, dtype=native.dtype_code(dz.dtype))
     native.call("stoker_embedding_scatter", call)
     return grad
 
@@ -115,16 +113,7 @@ def _kernel(ids: Tensor, table: Tensor, skip: int) -> Tensor:
     check_tensor("embedding", "table", table, shape=[None, None])
     ids, table = _check_ids("embedding", "ids", ids), table.contiguous()
     y = _fake(ids, table, skip)
-    call = native.struct("stoker_embedding_call")(
-        ids=ids.data_ptr(),
-        table=table.data_ptr(),
-        y=y.data_ptr(),
-        tokens=ids.numel(),
-        rows=table.shape[0],
-        columns=table.shape[1],
-        table_dtype=native.dtype_code(table.dtype),
-        threads=native.threads(),
-    )
+    call = _call(ids, table, table=table, y=y)
     try:
         native.call("stoker_embedding_lookup", call)
     except IndexError:
@@ -171,22 +160,26 @@ _embedding = define(
 _NAMES = ("ids", "positions", "types")
 
 
-def _norm_kernel(
-    ids: Tensor,
-    positions: Tensor | None,
-    types: Tensor | None,
-    word: Tensor,
-    position: Tensor | None,
-    type: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    key: Tensor | None,
-    p: float,
-    eps: float,
-    skip: int,
-    narrow: bool,
-) -> tuple[Tensor, Tensor]:
+class _Inputs(NamedTuple):
+    """The tensors that forward and backward share, as they follow each other in both schemas."""
+
+    lookups: tuple[Tensor, Tensor | None, Tensor | None]
+    """ids, positions, types."""
+    tables: tuple[Tensor, Tensor | None, Tensor | None]
+    """word, position, type."""
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> _Inputs:
+        ids, positions, types, word, position, type, weight, bias = tensors
+        return cls((ids, positions, types), (word, position, type), weight, bias)
+
+
+def _norm_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
     operator = "embedding_layer_norm_dropout"
+    *tensors, key, p, eps, _, narrow = arguments
+    (ids, positions, types), (word, position, type), weight, bias = _Inputs.of(tensors)
     check_tensor(operator, "word", word, shape=[None, None])
     columns = word.shape[1]
     if not columns:
@@ -265,24 +258,12 @@ def _norm_backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
     )
 
 
-def _norm_backward_kernel(
-    dy: Tensor,
-    ids: Tensor,
-    positions: Tensor | None,
-    types: Tensor | None,
-    word: Tensor,
-    position: Tensor | None,
-    type: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    stats: Tensor,
-    key: Tensor | None,
-    p: float,
-    skip: int,
-) -> tuple[Tensor, ...]:
-    dy, weight = dy.contiguous(), weight.contiguous()
-    lookups = [None if chosen is None else chosen.to(torch.int64).contiguous() for chosen in (ids, positions, types)]
-    tables = [None if table is None else table.contiguous() for table in (word, position, type)]
+def _norm_backward_kernel(dy: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *tensors, stats, key, p, skip = arguments
+    inputs = _Inputs.of(tensors)
+    dy, weight, bias = dy.contiguous(), inputs.weight.contiguous(), inputs.bias
+    lookups = [None if chosen is None else chosen.to(torch.int64).contiguous() for chosen in inputs.lookups]
+    tables = [None if table is None else table.contiguous() for table in inputs.tables]
     dz = torch.empty(dy.shape, dtype=torch.float32)
     dweight = torch.empty_like(weight)
     dbias = dy.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
