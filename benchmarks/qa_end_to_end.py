@@ -67,7 +67,7 @@ def _stoker(
     from stoker import TrainingArguments
     from stoker.tasks.collate import Collator
     from stoker.tasks.qa.features import make_windows
-    from stoker.tasks.qa.train import QaOptions, QaTrainer
+    from stoker.tasks.qa.fine_tune import QaOptions, QaTrainer
 
     window = {"max_seq_length": chosen.max_seq_length, "doc_stride": chosen.doc_stride, "fresh": True}
     sets = _timed(phases, "tokenize", lambda: (

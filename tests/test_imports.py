@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import stoker
 
 ROOT = Path(stoker.__file__).parent
@@ -48,11 +50,22 @@ def test_imports_point_from_cli_down_to_machine() -> None:
     assert EXCEPTIONS.keys() - found == set(), "these exceptions are no longer needed"
 
 
-def test_file_names_are_unique() -> None:
-    """Except for `__init__`, subcommands (`cli/X.py`), and files that play the same part in `tasks/qa` and `tasks/classify`."""
-    places = defaultdict(set)
-    for path in ROOT.rglob("*.py"):
-        file = str(path.relative_to(ROOT))
-        if path.stem != "__init__" and not file.startswith("cli/"):
-            places[path.stem].add(re.sub(r"^tasks/(qa|classify)/", "tasks/TASK/", file))
-    assert {stem: files for stem, files in places.items() if len(files) > 1} == {}
+def repeated_names(root: Path, pattern: str) -> dict[str, set[Path]]:
+    """File names without suffix that occur in several folders, with the folders."""
+    folders = defaultdict(set)
+    for path in root.rglob(pattern):
+        folders[path.stem].add(path.parent.relative_to(root))
+    return {name: found for name, found in folders.items() if len(found) > 1}
+
+
+def test_python_file_names_are_unique() -> None:
+    """Except for `__init__`, and for the files that play the same part in each task."""
+    repeated = repeated_names(ROOT, "*.py")
+    del repeated["__init__"]
+    tasks = {Path("tasks/qa"), Path("tasks/classify")}
+    assert {name: folders for name, folders in repeated.items() if folders != tasks} == {}
+
+
+@pytest.mark.parametrize("pattern", ["*.cpp", "*.h"])
+def test_cpp_file_names_are_unique(pattern: str) -> None:
+    assert repeated_names(Path(__file__).parents[1] / "csrc", pattern) == {}

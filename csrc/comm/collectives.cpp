@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "comm/group.h"
-#include "comm/reduce.h"
+#include "comm/rank_reduction.h"
 
 namespace stoker::comm {
 namespace {

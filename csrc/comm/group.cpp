@@ -12,7 +12,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "comm/reduce.h"
+#include "comm/rank_reduction.h"
 #include "comm/stream.h"
 
 namespace stoker::comm {

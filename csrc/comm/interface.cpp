@@ -3,7 +3,7 @@
 #include <string>
 
 #include "comm/group.h"
-#include "comm/reduce.h"
+#include "comm/rank_reduction.h"
 #include "core/parallel.h"
 
 using namespace stoker::comm;

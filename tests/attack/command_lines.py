@@ -128,8 +128,8 @@ def rank_variables(r: random.Random, base: Path) -> Case:
 
 @functools.cache
 def _train_options(task: str) -> tuple[tuple[str, bool], ...]:
-    from stoker.tasks.classify.train import ClassifyOptions
-    from stoker.tasks.qa.train import QaOptions
+    from stoker.tasks.classify.fine_tune import ClassifyOptions
+    from stoker.tasks.qa.fine_tune import QaOptions
     from stoker.tasks.training_options import OptionParser
 
     actions = OptionParser(f"train {task}", QaOptions if task == "qa" else ClassifyOptions)._option_string_actions

@@ -22,9 +22,9 @@ from stoker.tasks.classify.data import Example, Labels
 from stoker.tasks.classify.features import make_rows
 from stoker.tasks.collate import Collator
 from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, quiet, row_length
-from stoker.tasks.qa.ask import Asker
 from stoker.tasks.qa.data import Question
 from stoker.tasks.qa.features import make_windows
+from stoker.tasks.qa.question_answerer import QuestionAnswerer
 from stoker.tasks.training_options import ModelOptions
 
 SEED = seed_of_today()
@@ -64,7 +64,7 @@ def classify(folder: Path) -> None:
 
 def ask(folder: Path) -> None:
     with torch.random.fork_rng():
-        Asker.load(str(folder), max_seq_length=64).ask("What flows?", TEXT)
+        QuestionAnswerer.load(str(folder), max_seq_length=64).ask("What flows?", TEXT)
 
 
 COMMANDS: dict[str, Callable[[Path], None]] = {"qa": qa, "classify": classify, "ask": ask}

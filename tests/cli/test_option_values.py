@@ -45,8 +45,8 @@ def parsers() -> list[argparse.ArgumentParser]:
 
 
 def _train_parsers() -> Iterator[argparse.ArgumentParser]:
-    from stoker.tasks.classify.train import ClassifyOptions
-    from stoker.tasks.qa.train import QaOptions
+    from stoker.tasks.classify.fine_tune import ClassifyOptions
+    from stoker.tasks.qa.fine_tune import QaOptions
     from stoker.tasks.training_options import OptionParser
 
     yield OptionParser("train qa", QaOptions)

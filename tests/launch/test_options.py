@@ -12,8 +12,8 @@ from stoker.cli import main
 from stoker.cli.launch import parse
 from stoker.errors import UserError
 from stoker.launch.config.config_file import Config, with_config
+from stoker.launch.launch_plan import Plan, show
 from stoker.launch.options import Options, RankOptions, declared, table, to_flags
-from stoker.launch.plan import Plan, show
 from stoker.launch.rank.rank_settings import Settings
 from stoker.launch.start import make_plan
 from stoker.machine import Machine

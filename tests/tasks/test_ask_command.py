@@ -13,7 +13,7 @@ import transformers
 from rich.console import Console
 
 from stoker.cli import main
-from stoker.tasks.qa.ask import Asker, show
+from stoker.tasks.qa.question_answerer import QuestionAnswerer, show
 from tasks.models import wordpiece
 
 TEXT = "Torwick was founded by Elusa Halostone. The Ane flows through it. " * 12
@@ -66,8 +66,8 @@ def test_no_answer_is_shown_if_no_pair_of_tokens_is_valid(no_answer: bool) -> No
         logits = -torch.arange(input_ids.shape[1], dtype=torch.float32).expand(input_ids.shape)
         return SimpleNamespace(start_logits=logits - 1, end_logits=logits - 1)
 
-    asker = Asker(only_the_question, wordpiece(), 96, 16)
-    answer = asker.ask("Who " * 30 + "founded Torwick?", "Elusa Halostone.", no_answer=no_answer)
+    answerer = QuestionAnswerer(only_the_question, wordpiece(), 96, 16)
+    answer = answerer.ask("Who " * 30 + "founded Torwick?", "Elusa Halostone.", no_answer=no_answer)
     assert (answer.text, answer.chosen.end) == ("", 0)
     console = Console(file=io.StringIO())
     show(console, answer, "Elusa Halostone.")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.tasks.qa.train import QaOptions
+from stoker.tasks.qa.fine_tune import QaOptions
 from stoker.tasks.training_options import OptionParser, check_optimizer
 
 NEEDED = ["--model_name_or_path", "m", "--output_dir"]

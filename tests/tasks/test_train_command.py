@@ -88,7 +88,7 @@ assert not any(name.split(".")[0] == "stoker" for name in sys.modules)
 def test_the_model_answers_in_stock_transformers_without_stoker(trained: Path, tmp_path: Path) -> None:
     import torch
 
-    from stoker.tasks.qa.ask import Asker
+    from stoker.tasks.qa.question_answerer import QuestionAnswerer
 
     question, context = "Who founded Torwick?", "Torwick was founded by Elusa Halostone. The Ane flows through it."
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -99,10 +99,10 @@ def test_the_model_answers_in_stock_transformers_without_stoker(trained: Path, t
     assert done.returncode == 0, done.stderr[-2000:]
     name, start, _ = json.loads(done.stdout.splitlines()[-1])
     assert name == "BertForQuestionAnswering"
-    asker = Asker.load(str(trained))
-    inputs = asker.tokenizer(question, context, return_tensors="pt")
+    answerer = QuestionAnswerer.load(str(trained))
+    inputs = answerer.tokenizer(question, context, return_tensors="pt")
     with torch.no_grad():
-        ours = asker.model(**inputs).start_logits[0]
+        ours = answerer.model(**inputs).start_logits[0]
     assert ours == pytest.approx(torch.tensor(start), abs=1e-4)
 
 
@@ -279,7 +279,7 @@ def test_the_best_checkpoint_is_chosen_by_f1(bert: Path, squad: Path, tmp_path: 
 
 
 def test_the_best_metric_is_the_tasks_unless_given(tmp_path: Path) -> None:
-    from stoker.tasks.qa.train import QaOptions
+    from stoker.tasks.qa.fine_tune import QaOptions
     from stoker.tasks.training_options import OptionParser, check_best
 
     def best(words: str) -> tuple[str | None, bool | None, dict[str, object] | None]:
@@ -297,7 +297,7 @@ def test_the_best_metric_is_the_tasks_unless_given(tmp_path: Path) -> None:
 
 def test_retired_options_of_the_example_scripts_keep_their_meaning(caplog: pytest.LogCaptureFixture) -> None:
     from stoker.tasks.loading import _hub
-    from stoker.tasks.qa.train import QaOptions
+    from stoker.tasks.qa.fine_tune import QaOptions
     from stoker.tasks.training_options import ModelOptions, OptionParser
 
     def model(words: str) -> ModelOptions:
@@ -351,7 +351,7 @@ def test_a_hub_data_set_without_the_package_is_reported_in_one_sentence(
 
 
 def test_an_options_file_is_read_as_its_arguments(tmp_path: Path) -> None:
-    from stoker.tasks.qa.train import QaOptions
+    from stoker.tasks.qa.fine_tune import QaOptions
     from stoker.tasks.training_options import OptionParser, expand_options_file
 
     path = tmp_path / "options.json"

@@ -13,7 +13,7 @@ from stoker.errors import UserError
 from stoker.user_files import MIB, read_text
 
 if TYPE_CHECKING:
-    from stoker.tasks.qa.ask import Asker
+    from stoker.tasks.qa.question_answerer import QuestionAnswerer
 
 __all__ = ["main"]
 
@@ -53,13 +53,13 @@ def main(argv: list[str]) -> int:
     from stoker.tasks.loading import quiet
 
     quiet()
-    from stoker.tasks.qa.ask import Asker
+    from stoker.tasks.qa.question_answerer import QuestionAnswerer
 
-    asker = Asker.load(options.model, max_seq_length=options.max_seq_length)
+    answerer = QuestionAnswerer.load(options.model, max_seq_length=options.max_seq_length)
     if options.question:
-        _answer(asker, options.question, text, options)
+        _answer(answerer, options.question, text, options)
         return 0
-    return _converse(asker, text, options)
+    return _converse(answerer, text, options)
 
 
 def _read(name: str) -> str:
@@ -76,7 +76,7 @@ def _read(name: str) -> str:
     return text
 
 
-def _converse(asker: Asker, text: str, options: object) -> int:
+def _converse(answerer: QuestionAnswerer, text: str, options: object) -> int:
     console = Console(highlight=False)
     while True:
         try:
@@ -87,16 +87,16 @@ def _converse(asker: Asker, text: str, options: object) -> int:
             raise UserError(f"the question is not UTF-8 text (byte {error.start} of standard input)") from None
         if not question.strip():
             return 0
-        _answer(asker, question, text, options)
+        _answer(answerer, question, text, options)
 
 
-def _answer(asker: Asker, question: str, text: str, options: object) -> None:
-    answer = asker.ask(question, text, no_answer=bool(getattr(options, "no_answer", False)))
+def _answer(answerer: QuestionAnswerer, question: str, text: str, options: object) -> None:
+    answer = answerer.ask(question, text, no_answer=bool(getattr(options, "no_answer", False)))
     if getattr(options, "json", False):
         chosen = answer.chosen
         found = {"question": question, "answer": answer.text, "score": round(answer.probability, 4)}
         print(json.dumps({**found, "begin": chosen.begin, "end": chosen.end}, ensure_ascii=False))
         return
-    from stoker.tasks.qa.ask import show
+    from stoker.tasks.qa.question_answerer import show
 
     show(Console(highlight=False), answer, text)

@@ -122,9 +122,9 @@ def main(argv: list[str]) -> int:
         return _all_help(task)
     streams.keep_running()
     if task == "qa":
-        from stoker.tasks.qa.train import main as run
+        from stoker.tasks.qa.fine_tune import main as run
     else:
-        from stoker.tasks.classify.train import main as run
+        from stoker.tasks.classify.fine_tune import main as run
     try:
         return run(rest)
     except ImportError as error:  # a package that some option needs, imported when training starts
@@ -135,8 +135,8 @@ def _all_help(task: str) -> int:
     from stoker.tasks.training_options import OptionParser
 
     if task == "qa":
-        from stoker.tasks.qa.train import QaOptions as Options
+        from stoker.tasks.qa.fine_tune import QaOptions as Options
     else:
-        from stoker.tasks.classify.train import ClassifyOptions as Options  # type: ignore[assignment]
+        from stoker.tasks.classify.fine_tune import ClassifyOptions as Options  # type: ignore[assignment]
     OptionParser(f"train {task}", Options).print_help()
     return 0

@@ -12,12 +12,12 @@ from stoker.errors import UserError
 from stoker.hf.checkpointing import command as resume_command
 from stoker.hf.secrets import is_secret, without_secrets
 from stoker.launch.config.config_file import Config, find, with_config
+from stoker.launch.launch_plan import Launcher, Plan, show
 from stoker.launch.launchers.local import Single, become
 from stoker.launch.launchers.mpirun import MpirunLauncher
 from stoker.launch.launchers.slurm import Slurm
 from stoker.launch.launchers.torchrun import Torchrun
 from stoker.launch.options import Options
-from stoker.launch.plan import Launcher, Plan, show
 from stoker.launch.rank import handover
 from stoker.launch.rank.environment import Rank, discover
 from stoker.launch.rank.rank_settings import Settings

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from stoker.errors import UserError
+from stoker.launch.launch_plan import DEFAULT_PORT, counts
 from stoker.launch.options import Options, to_flags
-from stoker.launch.plan import DEFAULT_PORT, counts
 
 __all__ = ["manifests"]
 

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Mapping
 
+from stoker.launch.launch_plan import Plan, place_ranks, rank_command
 from stoker.launch.options import Options
-from stoker.launch.plan import Plan, place_ranks, rank_command
 from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stoker.errors import UserError
+from stoker.launch.launch_plan import DEFAULT_PORT, Plan, PlannedRank, check_size, counts, handed_over, place_ranks
 from stoker.launch.launchers import mpi, remote_hosts
 from stoker.launch.options import Options
 from stoker.launch.placement import hostfile
 from stoker.launch.placement.hostfile import Host
-from stoker.launch.plan import DEFAULT_PORT, Plan, PlannedRank, check_size, counts, handed_over, place_ranks
 from stoker.launch.rank import handover
 from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine, network

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from stoker.errors import UserError
+from stoker.launch.launch_plan import Plan, PlannedRank, counts, handed_over
 from stoker.launch.launchers.local import become
 from stoker.launch.options import Options, to_flags
-from stoker.launch.plan import Plan, PlannedRank, counts, handed_over
 from stoker.launch.rank import handover
 from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stoker.errors import UserError
+from stoker.launch.launch_plan import DEFAULT_PORT, Plan, counts, place_ranks, rank_command
 from stoker.launch.launchers import elastic
 from stoker.launch.launchers.elastic_job import Job, silence
 from stoker.launch.options import Options
-from stoker.launch.plan import DEFAULT_PORT, Plan, counts, place_ranks, rank_command
 from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine, network
 from stoker.numbers import whole_number

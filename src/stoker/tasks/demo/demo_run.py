@@ -61,7 +61,7 @@ def run_demo(options: DemoOptions) -> int:
 
     compared = _compare(console, options, model) if options.compare else None
     count = options.questions or _affordable(compared, options.seconds)
-    trainer, asker = _trainer(options, parts, train[:count], dev)
+    trainer, answerer = _trainer(options, parts, train[:count], dev)
     trainer.recorder.task = {
         "task": "demo", "title": "Learning to read about an invented world", "model": "all-MiniLM-L6-v2",
         "command": " ".join(["stoker", *sys.argv[1:]]),
@@ -78,7 +78,7 @@ def run_demo(options: DemoOptions) -> int:
 
     _headline(console, "Three questions, live")
     for question in _new_questions(options.seed):
-        _ask(console, asker(trainer.model), question)
+        _ask(console, answerer(trainer.model), question)
     _write_report(console, options.folder)
     _print_summary(console, options, compared, before, after, time.monotonic() - begin)
     return 0
@@ -168,9 +168,9 @@ def _trainer(options: DemoOptions, parts: tuple[Any, Any], train: Any, dev: Any)
     from stoker.hf.arguments import TrainingArguments
     from stoker.tasks.collate import Collator
     from stoker.tasks.display import use_display
-    from stoker.tasks.qa.ask import Asker
     from stoker.tasks.qa.features import make_windows
-    from stoker.tasks.qa.train import QaOptions, QaTrainer
+    from stoker.tasks.qa.fine_tune import QaOptions, QaTrainer
+    from stoker.tasks.qa.question_answerer import QuestionAnswerer
 
     class DemoTrainer(QaTrainer):
         """Keeps the first evaluation, which happens before the first step."""
@@ -200,7 +200,7 @@ def _trainer(options: DemoOptions, parts: tuple[Any, Any], train: Any, dev: Any)
     )  # fmt: skip
     trainer.padded_length = _LENGTH
     use_display(trainer, sys.stdout)
-    return trainer, lambda trained: Asker(trained.eval(), tokenizer, _LENGTH, _STRIDE)
+    return trainer, lambda trained: QuestionAnswerer(trained.eval(), tokenizer, _LENGTH, _STRIDE)
 
 
 def _new_questions(seed: int) -> list[Any]:
@@ -209,11 +209,11 @@ def _new_questions(seed: int) -> list[Any]:
     return [world[0], world[4], world[8]]
 
 
-def _ask(console: Console, asker: Any, question: Any) -> None:
-    from stoker.tasks.qa.ask import show
+def _ask(console: Console, answerer: Any, question: Any) -> None:
+    from stoker.tasks.qa.question_answerer import show
 
     console.print(f"\n  {question.question}")
-    answer = asker.ask(question.question, question.context)
+    answer = answerer.ask(question.question, question.context)
     show(console, answer, question.context)
     if answer.text != question.answers[0]:
         console.print(f"  (the text says {question.answers[0]})")

@@ -1,4 +1,4 @@
-#include "comm/reduce.h"
+#include "comm/rank_reduction.h"
 
 #include <algorithm>
 #include <cstring>

@@ -19,11 +19,11 @@ from stoker.tasks.qa.answers import Answer, choose_answers
 from stoker.tasks.qa.data import Question
 from stoker.tasks.qa.features import make_windows
 
-__all__ = ["Asker", "sentence_around", "show"]
+__all__ = ["QuestionAnswerer", "sentence_around", "show"]
 
 
 @dataclass(frozen=True)
-class Asker:
+class QuestionAnswerer:
     """A loaded question-answering model."""
 
     model: Any
@@ -32,7 +32,7 @@ class Asker:
     doc_stride: int
 
     @classmethod
-    def load(cls, name: str, *, max_seq_length: int = 384, doc_stride: int = 128) -> Asker:
+    def load(cls, name: str, *, max_seq_length: int = 384, doc_stride: int = 128) -> QuestionAnswerer:
         from transformers import AutoModelForQuestionAnswering
 
         from stoker.model import optimize
