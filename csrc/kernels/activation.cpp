@@ -60,13 +60,13 @@ static void for_kind(int kind, F&& f) {
   }
 }
 
-// Rows may be halves of longer rows, hence a stride for each side. `here` is false for the other half of the plain form; its
-// address does not tell, for an empty tensor has none.
+// Rows may be halves of longer rows, hence the stride. `present` is false for the second half if the activation is not gated;
+// the address cannot say so, because that of an empty tensor is null, too.
 template <typename Scalar>
 struct Rows {
   Scalar* data;
   int64_t stride;
-  bool here;
+  bool present;
   Scalar* operator[](int64_t row) const { return data + row * stride; }
 };
 
@@ -89,19 +89,19 @@ static void widen_piece(const Scalar* from, const float* bias, int64_t count, fl
 
 static const float* as_floats(const float* from, int64_t, float*) { return from; }
 
-static const float* as_floats(const bf16* from, int64_t count, float* room) {
+static const float* as_floats(const bf16* from, int64_t count, float* scratch) {
 #pragma omp simd
-  for (int64_t i = 0; i < count; ++i) room[i] = load(from[i]);
-  return room;
+  for (int64_t i = 0; i < count; ++i) scratch[i] = load(from[i]);
+  return scratch;
 }
 
-// Where to compute a result: in place, or in `room` for narrow() to round.
+// Where to compute a result: in place, or in `scratch` for narrow() to round.
 static float* destination(float* to, float*) { return to; }
-static float* destination(bf16*, float* room) { return room; }
+static float* destination(bf16*, float* scratch) { return scratch; }
 static void narrow(const float*, float*, int64_t) {}
-static void narrow(const float* room, bf16* to, int64_t count) {
+static void narrow(const float* scratch, bf16* to, int64_t count) {
 #pragma omp simd
-  for (int64_t i = 0; i < count; ++i) store(to + i, room[i]);
+  for (int64_t i = 0; i < count; ++i) store(to + i, scratch[i]);
 }
 
 struct Pieces {
@@ -136,10 +136,10 @@ static void forward(Rows<const Scalar> x, Rows<const Scalar> up, const Biases& b
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t first = 0; first < columns; first += kPiece) {
         const int64_t count = std::min(kPiece, columns - first);
-        load_piece<Act>(x[row] + first, up.here ? up[row] + first : nullptr, x_bias + first, up_bias + first, count, piece);
+        load_piece<Act>(x[row] + first, up.present ? up[row] + first : nullptr, x_bias + first, up_bias + first, count, piece);
         Scalar* to = y + row * columns + first;
         float* out = destination(to, piece.out);
-        if (up.here) {
+        if (up.present) {
 #pragma omp simd
           for (int64_t i = 0; i < count; ++i) out[i] = Act::at(piece.x[i], piece.e[i]).value * piece.up[i];
         } else {
@@ -161,16 +161,16 @@ static void backward(const Scalar* dy, Rows<const Scalar> x, Rows<const Scalar> 
   parallel_tasks(sums.count, threads_for(rows * columns, threads), [&](int64_t block) {
     Pieces piece;
     float* dx_sums = sums.start(block, kInput);
-    float* dup_sums = up.here ? sums.start(block, kUp) : nullptr;
+    float* dup_sums = up.present ? sums.start(block, kUp) : nullptr;
     for (int64_t row = block * sums.size; row < std::min(rows, (block + 1) * sums.size); ++row) {
       for (int64_t first = 0; first < columns; first += kPiece) {
         const int64_t count = std::min(kPiece, columns - first);
-        load_piece<Act>(x[row] + first, up.here ? up[row] + first : nullptr, x_bias + first, up_bias + first, count, piece);
+        load_piece<Act>(x[row] + first, up.present ? up[row] + first : nullptr, x_bias + first, up_bias + first, count, piece);
         const float* g = as_floats(dy + row * columns + first, count, piece.dy);
         float* dbias = dx_sums + first;
         Scalar* to = dx[row] + first;
         float* out = destination(to, piece.out);
-        if (up.here) {
+        if (up.present) {
           Scalar* to_up = dup[row] + first;
           float* out_up = destination(to_up, piece.out_up);
           float* dup_bias = dup_sums + first;

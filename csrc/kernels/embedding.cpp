@@ -35,12 +35,12 @@ static void lookup_row(const stoker_embedding_norm_call& call, int64_t token, fl
 
 template <typename Table, typename Scalar>
 static void forward(const stoker_embedding_norm_call& call, const float* weight, const float* bias) {
-  const int64_t tokens = call.tokens, columns = call.columns, room = columns + kRandomGroup;
+  const int64_t tokens = call.tokens, columns = call.columns, length = columns + kRandomGroup;
   const Dropout dropout(call.p, call.key);
   float* stats = call.stats;
   parallel_ranges(tokens, threads_for(tokens * columns, call.threads), [&](int64_t begin, int64_t end) {
-    float* z = thread_row<0>(room);
-    float* factors = thread_row<1>(room);
+    float* z = thread_row<0>(length);
+    float* factors = thread_row<1>(length);
     for (int64_t token = begin; token < end; ++token) {
       lookup_row<Table>(call, token, z);
       const Moments m = moments(z, sum(z, columns), columns, call.eps, false);
@@ -63,12 +63,12 @@ enum { kWeight, kBias, kKinds };
 
 template <typename Table, typename Scalar>
 static void backward(const stoker_embedding_norm_call& call, const float* weight, const ColumnSums& sums) {
-  const int64_t tokens = call.tokens, columns = call.columns, room = columns + kRandomGroup;
+  const int64_t tokens = call.tokens, columns = call.columns, length = columns + kRandomGroup;
   const Dropout dropout(call.p, call.key);
   parallel_tasks(sums.count, threads_for(tokens * columns, call.threads), [&](int64_t block) {
-    float* z = thread_row<0>(room);
-    float* factors = thread_row<1>(room);
-    float* g = thread_row<2>(room);
+    float* z = thread_row<0>(length);
+    float* factors = thread_row<1>(length);
+    float* g = thread_row<2>(length);
     float* dweight = sums.start(block, kWeight);
     float* dbias = sums.start(block, kBias);
     for (int64_t token = block * sums.size; token < std::min(tokens, (block + 1) * sums.size); ++token) {

@@ -86,7 +86,7 @@ def test_random_gated_shapes(rows, half, kind, dtype, order):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_error_is_near_fp32_rounding_over_the_whole_line(kind):
+def test_the_error_is_near_fp32_rounding_everywhere(kind):
     """At most 3e-7 max(1, |x|) for the value and 5e-7 for the slope, 2 million points in [-30, 30]."""
     x = torch.linspace(-30, 30, 2_000_001).requires_grad_()
     wide = x.detach().double().requires_grad_()
@@ -105,7 +105,7 @@ def test_gelu_keeps_relative_accuracy_in_the_negative_tail():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_extreme_values_come_out_as_in_torch(kind, dtype):
+def test_extreme_values_give_the_results_of_torch(kind, dtype):
     """Compared with fp64: torch's fp32 GELU by tanh gives NaN for the slope at 1e30, which is 1."""
     inf = float("inf")
     values = [-inf, inf, float("nan"), -1e30, 1e30, -3e38, 3e38, -1e15, 1e15, -100.0, 100.0, 0.0, -0.0, 1e-30, -1e-30]

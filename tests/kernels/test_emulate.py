@@ -25,12 +25,12 @@ from stoker.kernels import native
         ("", "ended without a result"),
     ],
 )
-def test_the_emulated_machine_is_judged_by_its_serial_line(serial: str, sentence: str | None) -> None:
+def test_the_result_of_the_emulated_machine_is_read_from_its_serial_line(serial: str, sentence: str | None) -> None:
     found = emulate.verdict(serial, cases=9, builds=3)
     assert found is None if sentence is None else sentence in (found or "")
 
 
-def test_a_machine_that_cannot_run_the_emulator_gets_one_sentence(monkeypatch, capsys, tmp_path) -> None:
+def test_an_error_says_why_a_machine_cannot_run_the_emulator(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setattr(emulate, "BUILD", tmp_path)
     monkeypatch.setattr(emulate, "PACKAGES", {"bochs": str(tmp_path / "bochs")})
     monkeypatch.setattr(native, "available", lambda: ["avx2", "baseline"])
@@ -50,7 +50,7 @@ def test_a_cpu_with_avx512_needs_no_emulator(monkeypatch, capsys) -> None:
     assert "this CPU has AVX-512" in capsys.readouterr().out
 
 
-def test_the_image_is_made_again_only_when_a_file_of_it_has_changed(monkeypatch, tmp_path) -> None:
+def test_the_image_is_rebuilt_only_if_a_file_in_it_has_changed(monkeypatch, tmp_path) -> None:
     library, sums = tmp_path / "library", tmp_path / "sums"
     monkeypatch.setattr(emulate, "SUMS", sums)
     library.write_text("first")

@@ -14,21 +14,21 @@ from stoker.kernels import engines, products
 def _own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("STOKER_LINEAR_ENGINE", raising=False)
-    engines.forget()
+    engines.clear_cache()
     yield
-    engines.forget()
+    engines.clear_cache()
 
 
 def test_a_stored_engine_that_no_longer_exists_is_replaced_once(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(products, "ENGINES", ("torch", "stoker", "openblas"))  # as an earlier version had it
     monkeypatch.setattr(engines, "_fastest", lambda *_: "openblas")
     assert engines.choose("nt", 300, 256, 256, torch.float32) == "openblas"
-    engines.forget()
+    engines.clear_cache()
     measured: list[int] = []
     monkeypatch.setattr(products, "ENGINES", ("torch", "stoker"))
     monkeypatch.setattr(engines, "_fastest", lambda *_: measured.append(1) or "stoker")
     assert [engines.choose("nt", 300, 256, 256, torch.float32) for _ in range(3)] == ["stoker"] * 3
-    engines.forget()
+    engines.clear_cache()
     assert engines.choose("nt", 300, 256, 256, torch.float32) == "stoker"
     assert measured == [1]
     stored = json.loads((tmp_path / "engines.json").read_text())
@@ -36,14 +36,14 @@ def test_a_stored_engine_that_no_longer_exists_is_replaced_once(monkeypatch, tmp
 
 
 @pytest.mark.parametrize("limit", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"])
-def test_what_is_measured_with_kernels_held_back_is_kept_apart(monkeypatch, limit: str) -> None:
-    """Else one run with a limit would leave bf16 without the CPU's bf16 units for good."""
+def test_choices_measured_with_a_lowered_instruction_set_are_stored_separately(monkeypatch, limit: str) -> None:
+    """Otherwise one run with such a limit would keep later runs from using the CPU's bf16 units."""
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):
         monkeypatch.delenv(name, raising=False)
     fastest = {"": "torch", "AVX2": "stoker"}
     for value in ("", "AVX2", ""):
         monkeypatch.setenv(limit, value)
-        engines.forget()
+        engines.clear_cache()
         monkeypatch.setattr(engines, "_fastest", lambda *_, value=value: fastest[value])
         assert engines.choose("nt", 300, 256, 256, torch.float32) == fastest[value]
 

@@ -64,7 +64,7 @@ def test_the_header_is_plain_c_and_its_structs_have_the_layout_that_python_gives
         ("#define X 1\nunion u { int32_t x; };", 2, "union u { int32_t x; };"),
     ],
 )
-def test_what_the_parser_does_not_know_is_named_with_its_line(
+def test_syntax_that_the_parser_does_not_know_is_reported_with_its_line(
     tmp_path: Path, text: str, line: int, quoted: str
 ) -> None:
     file = tmp_path / "odd.h"
@@ -83,7 +83,7 @@ def test_a_field_that_a_struct_does_not_have_is_an_error() -> None:
         native.struct("stoker_layer_norm_call")(colums=3)
 
 
-def test_a_function_of_another_version_is_one_sentence() -> None:
+def test_a_function_that_the_header_does_not_declare_is_reported_as_a_version_mismatch() -> None:
     with pytest.raises(native.NativeLibraryError, match=r"stoker\.h does not declare stoker_nothing.*reinstall Stoker"):
         native.call("stoker_nothing")
 

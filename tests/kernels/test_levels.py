@@ -27,8 +27,8 @@ KINDS = {
 
 # Tests whose subject is Python's side of things, or a process of its own: one instruction set is enough for them.
 SAME_EVERYWHERE = (
-    "compiled or compile or registration or dispatcher or checkpoint or python_threads or curve or steps_fault or trainer "
-    "or torch_save or onednn_forgets or oldest"
+    "compiled or compile or registration or dispatcher or checkpoint or python_threads or curve or page_faults or trainer "
+    "or torch_save or oldest"
 )
 
 
@@ -55,7 +55,7 @@ def test_lower_instruction_sets_pass_the_same_tests(kind):
     assert " passed" in run.stdout
 
 
-def test_the_level_asked_for_is_the_one_loaded():
+def test_stoker_isa_selects_the_library_that_is_loaded():
     for level in native.available():
         code = "from stoker.kernels import native; import ctypes; f = native.library().stoker_isa; "
         code += "f.restype = ctypes.c_char_p; print(f().decode())"

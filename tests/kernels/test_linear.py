@@ -123,7 +123,7 @@ def test_a_row_does_not_depend_on_how_many_rows_there_are(dtype):
     assert torch.equal(linear(x[:1], weight, engine="stoker"), many[:1])
 
 
-def test_leading_dimensions_and_strides_are_free():
+def test_any_leading_dimensions_and_strides_work():
     x = torch.randn(3, 8, 5).transpose(1, 2)
     weight = torch.randn(8, 6).t()
     for engine in products.ENGINES:
@@ -132,7 +132,7 @@ def test_leading_dimensions_and_strides_are_free():
         assert torch.allclose(y, torch.nn.functional.linear(x, weight), atol=1e-5)
 
 
-def test_no_rows_give_no_result_and_zero_gradients():
+def test_zero_rows_give_an_empty_result_and_zero_gradients():
     for engine in products.ENGINES:
         x, weight = torch.zeros(0, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
         bias = torch.zeros(3, requires_grad=True)
@@ -143,7 +143,7 @@ def test_no_rows_give_no_result_and_zero_gradients():
         assert torch.equal(bias.grad, torch.zeros(3))
 
 
-def test_infinities_and_nan_come_out_where_they_go_in():
+def test_infinities_and_nan_are_propagated():
     torch.manual_seed(0)
     x = torch.randn(100, 50)
     x[3, 4], x[7, 1], x[9, 9] = float("inf"), float("nan"), 1e30
@@ -156,7 +156,7 @@ def test_infinities_and_nan_come_out_where_they_go_in():
     assert torch.allclose(y[finite], want[finite], rtol=1e-4, atol=1e-4)
 
 
-def test_only_wanted_gradients_are_computed():
+def test_only_required_gradients_are_computed():
     x, frozen = torch.randn(5, 4, requires_grad=True), torch.randn(3, 4)
     trained = torch.randn(3, 4, requires_grad=True)
     linear_packed(x, [frozen, trained], engine="stoker").sum().backward()
@@ -195,28 +195,28 @@ class TestChoice:
     def own_cache(self, tmp_path, monkeypatch):
         monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
         monkeypatch.delenv("STOKER_LINEAR_ENGINE", raising=False)
-        engines.forget()
+        engines.clear_cache()
         yield
-        engines.forget()
+        engines.clear_cache()
 
-    def test_is_measured_once_and_kept_on_disk(self, tmp_path, monkeypatch):
+    def test_is_measured_once_and_stored_on_disk(self, tmp_path, monkeypatch):
         first = engines.choose("nt", 300, 256, 256, torch.float32)
         assert first in products.ENGINES
         stored = json.loads((tmp_path / "engines.json").read_text())
         assert [first] == [engine for choices in stored.values() for engine in choices.values()]
-        engines.forget()
+        engines.clear_cache()
         monkeypatch.setattr(engines, "_fastest", lambda *_: pytest.fail("measured again"))
         assert engines.choose("nt", 300, 256, 256, torch.float32) == first
         assert engines.choose("nt", 400, 256, 256, torch.float32) == first  # same class
 
-    def test_measuring_leaves_the_random_numbers_alone(self):
+    def test_measuring_does_not_change_the_random_state(self):
         torch.manual_seed(5)
         want = torch.rand(3)
         torch.manual_seed(5)
         engines.choose("tn", 256, 256, 300, torch.float32)
         assert torch.equal(torch.rand(3), want)
 
-    def test_takes_the_fastest_but_a_tie_stays_with_torch(self, monkeypatch):
+    def test_takes_the_fastest_and_torch_for_a_tie(self, monkeypatch):
         seconds = {"torch": 1.0, "stoker": 0.99}
         monkeypatch.setattr(engines, "_trial", lambda *_: seconds.__getitem__)
         assert engines.choose("nt", 3000, 256, 256, torch.float32) == "torch"
@@ -232,7 +232,7 @@ class TestChoice:
         with pytest.raises(ValueError, match="engine is 'fast'"):
             engines.choose("nt", 3000, 256, 256, torch.float32)
 
-    def test_bf16_never_goes_to_torch_without_bf16_units(self, monkeypatch):
+    def test_torch_never_multiplies_bf16_without_bf16_units(self, monkeypatch):
         monkeypatch.setattr(products, "torch_has_bf16_units", lambda: False)
         for kind in ("nt", "nn", "tn"):
             assert engines.choose(kind, 20, 8, 8, torch.bfloat16) != "torch"
@@ -246,7 +246,7 @@ class TestChoice:
             assert engines.choose("nt", 300, 256, 256, torch.float32) in products.ENGINES
         assert "not kept" in caplog.text
 
-    def test_a_broken_cache_is_measured_anew(self, tmp_path):
+    def test_a_broken_cache_is_measured_again(self, tmp_path):
         (tmp_path / "engines.json").write_text('{"x": 3, "' + engines._key() + '": [1, 2]}')
         assert engines.choose("nt", 300, 256, 256, torch.float32) in products.ENGINES
 

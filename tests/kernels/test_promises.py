@@ -180,7 +180,7 @@ def _samples():
 
 
 @pytest.mark.parametrize(("name", "arguments"), _samples(), ids=lambda value: value if isinstance(value, str) else "")
-def test_torch_finds_no_fault_with_the_registration(name, arguments):
+def test_torch_accepts_the_registration(name, arguments):
     torch.library.opcheck(getattr(torch.ops.stoker, name).default, arguments)
 
 
@@ -248,8 +248,8 @@ def _values_and_gradients(call, leaves):
     return [y.detach() for y in outputs] + [x.grad for x in leaves]
 
 
-def test_operators_are_seen_by_torch_where_it_looks():
-    """Under a dispatch mode the call goes through torch's dispatcher, although it usually goes past it."""
+def test_dispatch_modes_see_the_operators():
+    """Under a dispatch mode the call goes through torch's dispatcher, which is bypassed otherwise."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     seen = []

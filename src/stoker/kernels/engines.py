@@ -1,9 +1,9 @@
-"""Which engine multiplies which matrices: measured once per class of shapes, kept per machine.
+"""Which engine multiplies which matrices: measured once per class of shapes and machine.
 
 A class is the kind of product, its sizes with the number of tokens rounded to a power of four, the storage type and the
 number of threads. The first product of a class times the engines on random matrices of that size (about half a second), so
-every product of a run, the first included, goes through the same engine and a resumed run computes the same bits. The choice
-lands in the cache directory; STOKER_LINEAR_ENGINE, or the `engine` argument of `linear`, forces one.
+every product of a run, the first included, uses the same engine, and a resumed run computes the same bits. The choice is
+stored in the cache directory; STOKER_LINEAR_ENGINE, or the `engine` argument of `linear`, forces one.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from stoker.machine import cache_directory
 from stoker.machine.facts import this_machine
 from stoker.machine.isa import lowered_by
 
-__all__ = ["choose", "forget"]
+__all__ = ["choose", "clear_cache"]
 
 _LOG = logging.getLogger("stoker.kernels")
 _FILE = "engines.json"
 _SMALL = 8e6  # floating-point operations; below this (50 microseconds) the call itself decides, not the engine
-_MARGIN = 0.96  # another engine must take less than this part of torch's time: a tie, and noise, stay with torch
+_MARGIN = 0.96  # another engine must take less than this share of torch's time; torch's is used for ties, and within the noise
 _BUDGET = 0.4  # seconds per class
 _TRIAL = (
-    2e10  # floating-point operations of a trial at most (0.2 s): beyond, more tokens change every engine's time alike
+    2e10  # floating-point operations of a trial at most (0.2 s): from there on all engines scale alike with the tokens
 )
-_TRIAL_TOKENS = 64  # but no fewer than this, where all engines still work in blocks
+_TRIAL_TOKENS = 64  # at least: with this many all engines still compute in blocks
 
 _choices: dict[str, str] | None = None  # cache: class -> engine, of this machine
 _lock = threading.Lock()
@@ -41,9 +41,9 @@ _lock = threading.Lock()
 
 def choose(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype, engine: str | None = None) -> str:
     """The engine for one product: `kind` is "nt" (x W^T), "nn" (dy W) or "tn" (dy^T x); `dtype` that of the activations."""
-    asked = engine or os.environ.get("STOKER_LINEAR_ENGINE") or "auto"
-    if asked != "auto":
-        return _forced(asked)
+    requested = engine or os.environ.get("STOKER_LINEAR_ENGINE") or "auto"
+    if requested != "auto":
+        return _check(requested)
     candidates = _candidates(dtype)
     if len(candidates) == 1:
         return candidates[0]
@@ -52,23 +52,23 @@ def choose(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype, e
     return _measured(kind, rows, columns, depth, dtype, candidates)
 
 
-def forget() -> None:
-    """Drops what this process knows, so that the next product reads the cache file, or measures, again."""
+def clear_cache() -> None:
+    """Clears the choices of this process, so that the next product reads the cache file, or measures, again."""
     global _choices
     with _lock:
         _choices = None
 
 
-def _forced(asked: str) -> str:
-    if asked not in products.ENGINES:
-        raise ValueError(f"linear: engine is {asked!r}; choose one of auto, {', '.join(products.ENGINES)}")
-    return asked
+def _check(engine: str) -> str:
+    if engine not in products.ENGINES:
+        raise ValueError(f"linear: engine is {engine!r}; choose one of auto, {', '.join(products.ENGINES)}")
+    return engine
 
 
 def _candidates(dtype: torch.dtype) -> tuple[str, ...]:
-    """Engines worth timing, the safe choice first."""
+    """Engines worth timing; the first is used unless another one is clearly faster."""
     if dtype == torch.bfloat16 and not products.torch_has_bf16_units():
-        return ("stoker",)  # torch multiplies bf16 one number at a time here
+        return ("stoker",)  # without bf16 units torch multiplies one number at a time
     return products.ENGINES
 
 
@@ -103,7 +103,7 @@ def _fastest(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype,
     for round_ in range(12):
         for engine in candidates:
             seconds = run(engine)
-            if round_:  # the first touches memory and wakes threads
+            if round_:  # the first round touches memory and wakes threads
                 best[engine] = min(best[engine], seconds)
         if round_ >= 2 and time.perf_counter() - started > _BUDGET:
             break
@@ -122,7 +122,7 @@ def _shrunk(kind: str, rows: int, columns: int, depth: int) -> tuple[int, int, i
 
 def _trial(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype) -> Callable[[str], float]:
     def matrix(height: int, width: int, kind_of: torch.dtype) -> Tensor:
-        # A generator of its own: measuring must not move the random numbers of the training.
+        # A generator of its own: measuring must not change the random numbers of the training.
         return torch.randn(height, width, generator=torch.Generator().manual_seed(0)).to(kind_of)
 
     if kind == "tn":
@@ -159,10 +159,10 @@ def _store(known: dict[str, str]) -> None:
         everything = cache_directory.load(_FILE) or {}
         others = everything.get(_key())
         if isinstance(others, dict):
-            # Another process may have measured meanwhile: what it stored stays, but not an engine that no longer exists, or
-            # each product would measure again.
+            # Another process may have measured meanwhile: keep what it stored, except for engines that no longer exist,
+            # which would be measured again at each product.
             known.update({str(name): str(engine) for name, engine in others.items() if engine in products.ENGINES})
         everything[_key()] = known
         cache_directory.save(_FILE, everything)
     except OSError as error:
-        _LOG.debug("engine choices not kept: %s", error)
+        _LOG.debug("engine choices not stored: %s", error)

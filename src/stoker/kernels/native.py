@@ -2,7 +2,7 @@
 
 Its plain C interface is declared in csrc/stoker.h and bound from there (kernels/header.py). It knows nothing of Python or
 torch, so one build serves every version of both. It must be loaded after torch: torch ships libgomp.so.1, and a library
-that asks for the same soname afterwards is bound to that copy, so that both run on one thread pool.
+that needs the same soname afterwards is bound to that copy, so that both run on one thread pool.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def directories() -> list[Path]:
-    """Where the library may lie: a developer's build, the package itself, the place pip installed it to."""
+    """The directories to search for the library: a developer's build, the package itself, the place pip installed it to."""
     found = []
     if override := os.environ.get("STOKER_NATIVE_DIR"):
         found.append(Path(override))
@@ -82,15 +82,15 @@ def available() -> list[str]:
 def level() -> str:
     """The level that is, or would be, loaded: STOKER_ISA if set, else the best this CPU can run."""
     runnable = available()
-    asked = os.environ.get("STOKER_ISA")
-    if not asked:
+    requested = os.environ.get("STOKER_ISA")
+    if not requested:
         return runnable[0]
-    if asked not in LEVELS:
-        raise NativeLibraryError(f"STOKER_ISA={asked!r} is not a level; choose one of {', '.join(LEVELS)}")
-    if asked not in runnable:
-        missing = ", ".join(sorted(LEVELS[asked] - _cpu_flags()))
-        raise NativeLibraryError(f"STOKER_ISA={asked!r} needs features that this CPU does not have: {missing}")
-    return asked
+    if requested not in LEVELS:
+        raise NativeLibraryError(f"STOKER_ISA={requested!r} is not a level; choose one of {', '.join(LEVELS)}")
+    if requested not in runnable:
+        missing = ", ".join(sorted(LEVELS[requested] - _cpu_flags()))
+        raise NativeLibraryError(f"STOKER_ISA={requested!r} needs features that this CPU does not have: {missing}")
+    return requested
 
 
 def _path() -> Path:
@@ -130,7 +130,7 @@ def library() -> ctypes.CDLL:
 
 
 def _header_hash(lib: ctypes.CDLL) -> str:
-    """Empty for a library of the time before it had one."""
+    """The hash of the header that the library was built from; empty for a build from before the hash existed."""
     try:
         lib.stoker_header_hash.restype = ctypes.c_char_p
         return str(lib.stoker_header_hash().decode())
@@ -145,7 +145,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 class _Functions(dict[str, Callable[..., int]]):
-    """The bound functions by name, each looked for once: a dict is what costs a call the least."""
+    """The bound functions by name, each looked up in the library once: of all ways, a dict costs the least per call."""
 
     def __missing__(self, name: str) -> Callable[..., int]:
         _declared(name, header().functions)
