@@ -131,13 +131,12 @@ def _node(options: object, subject: Subject) -> tuple[Node, list[str]]:
 
 def _as_json(node: Node, network: Network, rows: list[Row], advice: list[str], options: object) -> dict[str, object]:
     """All that the table says, and the flags of each number of nodes. Times in seconds."""
-    asked = {name: vars(options)[name] for name in ("model", "task", "batch", "length", "rows", "price")}
 
     def one(found: Prediction) -> dict[str, object]:
         return {"step": found.step, "efficiency": found.efficiency, "flags": found.setup.flags}
 
     return {
-        "asked": asked,
+        "asked": {name: vars(options)[name] for name in ("model", "task", "batch", "length", "rows", "price")},
         "node": {"step": node.step, "processes": node.processes, "cores": node.cores, "parameters": node.parameters},
         "network": {"gbit": network.gbit, "latency": network.latency},
         "nodes": [

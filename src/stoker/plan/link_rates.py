@@ -64,7 +64,7 @@ def measure_node(
     """The step of this machine with `batch` rows in `processes` processes."""
     cpus = usable_cores()
     each = len(cpus) // processes
-    asked = {"subject": subject.identity, "batch": batch, "processes": processes, "cpus": len(cpus)}
+    conditions = {"subject": subject.identity, "batch": batch, "processes": processes, "cpus": len(cpus)}
 
     def measure() -> dict[str, float]:
         progress(f"measuring a step of {subject.model}, {batch} rows, {counted(processes, 'process')}")
@@ -74,7 +74,7 @@ def measure_node(
         found = _run("step", shares, "ccl", subject=asdict(subject), batch=batch, rounds=3)
         return {**found[0], "step": max(one["step"] for one in found)}
 
-    found = _cached("step", asked, measure, fresh)
+    found = _cached("step", conditions, measure, fresh)
     return Node(
         step=found["step"], processes=processes, parameters=int(found["parameters"]), last=found["last"],
         collectives=collectives, cores=len(cpus),
@@ -96,11 +96,13 @@ def usable_cores() -> list[int]:
     return [cpu for cpu in found if cpu in allowed] or sorted(allowed)
 
 
-def _cached(name: str, asked: dict[str, Any], measure: Callable[[], dict[str, float]], fresh: bool) -> dict[str, float]:
+def _cached(
+    name: str, conditions: dict[str, Any], measure: Callable[[], dict[str, float]], fresh: bool
+) -> dict[str, float]:
     from importlib import metadata
 
     key = json.dumps(
-        [asked, __version__, metadata.version("torch"), this_machine().fingerprint, _FORMAT], sort_keys=True
+        [conditions, __version__, metadata.version("torch"), this_machine().fingerprint, _FORMAT], sort_keys=True
     )
     file = f"plan-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     kept = None if fresh else cache_directory.load(file)

@@ -348,30 +348,30 @@ def _some(names: Iterable[str], most: int = 3) -> str:
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
-def most_tokens(asked: int, tokenizer: Any, config: Any) -> int:
-    """The most tokens per row that tokenizer and model allow; `asked` if neither sets a limit."""
+def most_tokens(wanted: int, tokenizer: Any, config: Any) -> int:
+    """The most tokens per row that tokenizer and model allow; `wanted` if neither sets a limit."""
     from stoker.model.families import FAMILIES
 
-    positions = getattr(config, "max_position_embeddings", None) or asked
+    positions = getattr(config, "max_position_embeddings", None) or wanted
     offset = {family.folder for family in FAMILIES if family.positions_after_padding}
     if config.model_type.replace("-", "_") in offset:  # RoBERTa and similar models number positions from the padding id
         positions -= (config.pad_token_id or 0) + 1
     return int(min(tokenizer.model_max_length, positions))
 
 
-def row_length(asked: int, tokenizer: Any, config: Any) -> int:
+def row_length(wanted: int, tokenizer: Any, config: Any) -> int:
     """--max_seq_length, reduced to what tokenizer and model allow."""
-    most = most_tokens(asked, tokenizer, config)
-    if most < 8 <= asked:
+    most = most_tokens(wanted, tokenizer, config)
+    if most < 8 <= wanted:
         raise UserError(
             f"the model takes at most {max(most, 0)} tokens, which leaves no room for a text; check "
             "max_position_embeddings in its config.json and model_max_length in its tokenizer_config.json"
         )
-    if min(asked, most) < 8:
-        raise UserError(f"--max_seq_length {asked} leaves no room for a text; use 128 to 512")
-    if asked > most:
-        log.warning("--max_seq_length %s is more than the model takes; %s is used", asked, most)
-    return min(asked, most)
+    if min(wanted, most) < 8:
+        raise UserError(f"--max_seq_length {wanted} leaves no room for a text; use 128 to 512")
+    if wanted > most:
+        log.warning("--max_seq_length %s is more than the model takes; %s is used", wanted, most)
+    return min(wanted, most)
 
 
 def _hub(options: Any) -> dict[str, Any]:

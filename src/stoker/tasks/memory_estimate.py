@@ -83,34 +83,34 @@ def check_memory(
     free = available() if free is None else free
     need = estimate(model, optimized=optimized, bf16=args.bf16)
     tokens = bool(args.tokens_per_batch)
-    asked = args.tokens_per_batch if tokens else args.per_device_train_batch_size
+    size = args.tokens_per_batch if tokens else args.per_device_train_batch_size
     ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size), 1)  # ranks that share this memory
 
-    def bytes_of(size: int) -> float:
-        return need.bytes(heaviest(lengths, size, tokens=tokens, padded=not optimized)) * ranks
+    def bytes_of(batch: int) -> float:
+        return need.bytes(heaviest(lengths, batch, tokens=tokens, padded=not optimized)) * ranks
 
-    wanted = bytes_of(asked)
+    wanted = bytes_of(size)
     if free is None or wanted <= 0.95 * free:
         return wanted
     unit = "tokens" if tokens else "rows"
-    finding = f"a batch of {asked} {unit} needs about {wanted / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+    finding = f"a batch of {size} {unit} needs about {wanted / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
     # Only a divisor keeps the number of rows per update; a batch of tokens must fit the longest row.
     least = max(int(lengths.max(initial=1)), 1) if tokens else 1
-    fitting = next((n for n in _smaller(asked, least, tokens) if bytes_of(n) <= 0.9 * free), None)
+    fitting = next((n for n in _smaller(size, least, tokens) if bytes_of(n) <= 0.9 * free), None)
     if fitting is None:
         raise UserError(f"{finding}; even one row does not fit; use a smaller model or a shorter --max_seq_length")
     if tokens:
         raise UserError(f"{finding}; --tokens_per_batch {fitting} fits (--skip_memory_check tries it anyway)")
-    accumulation = args.gradient_accumulation_steps * (asked // fitting)
+    accumulation = args.gradient_accumulation_steps * (size // fitting)
     raise UserError(
         f"{finding}; --per_device_train_batch_size {fitting} --gradient_accumulation_steps {accumulation} "
         "fit and give the same updates (--skip_memory_check tries it anyway)"
     )
 
 
-def _smaller(asked: int, least: int, tokens: bool) -> list[int]:
+def _smaller(size: int, least: int, tokens: bool) -> list[int]:
     """Batches to try instead, the largest first."""
     if not tokens:
-        return [size for size in range(asked, 0, -1) if asked % size == 0]
-    halves = [asked >> shift for shift in range(asked.bit_length()) if asked >> shift > least]
+        return [one for one in range(size, 0, -1) if size % one == 0]
+    halves = [size >> shift for shift in range(size.bit_length()) if size >> shift > least]
     return [*halves, least]

@@ -113,18 +113,18 @@ def _context(kind: Kind, names: _Names, name: str, training: bool, per_context: 
     if chance.random() < 0.5:
         parts.insert(chance.randrange(len(parts) + 1), (chance.choice(_FILLERS), -1, None, ""))
     context = " ".join(sentence for sentence, *_ in parts)
-    asked = []
+    questions = []
     starts = _starts(parts)
     candidates = [i for i, part in enumerate(parts) if part[2] is not None]
     for q, index in enumerate(chance.sample(candidates, min(per_context, len(candidates)))):
-        sentence, about, asked_for, value = parts[index]
-        assert asked_for is not None
-        wordings = asked_for.questions[:-1] if training else asked_for.questions
+        sentence, about, fact, value = parts[index]
+        assert fact is not None
+        wordings = fact.questions[:-1] if training else fact.questions
         begin = starts[index] + sentence.index(value)
-        asked.append(
+        questions.append(
             Question(f"{name}-{q}", chance.choice(wordings).format(s=subjects[about]), context, (value,), (begin,))
         )
-    return asked
+    return questions
 
 
 def _sentence(statement: str, subject: str, value: str, back: str) -> str:

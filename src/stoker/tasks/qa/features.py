@@ -87,12 +87,12 @@ def make_windows(
     # With padding on the left, run_qa.py puts the context first.
     context_first = tokenizer.padding_side == "left"
     template = Template.read(tokenizer, 2)
-    asked, asked_index = distinct([question.question for question in questions])
+    texts, text_index = distinct([question.question for question in questions])
     contexts, context_index = distinct([question.context for question in questions])
-    key = fingerprint(asked, contexts, [fast_backend(tokenizer).to_str()])
+    key = fingerprint(texts, contexts, [fast_backend(tokenizer).to_str()])
 
     def tokens() -> Arrays:
-        question_ids, _ = tokenize(tokenizer, [text.lstrip() for text in asked], offsets=False)
+        question_ids, _ = tokenize(tokenizer, [text.lstrip() for text in texts], offsets=False)
         context_ids, spans = tokenize(tokenizer, contexts, offsets=True)
         assert spans is not None
         return {
@@ -107,19 +107,19 @@ def make_windows(
     question_tokens = Ragged(found["question_ids"], found["question_ends"])  # type: ignore[arg-type]
     context_tokens = Ragged(found["context_ids"], found["context_ends"])  # type: ignore[arg-type]
     spans = Ragged(found["spans"], found["context_ends"])  # type: ignore[arg-type]
-    _check_room(questions, asked, question_tokens, template, max_seq_length, doc_stride)
+    _check_room(questions, texts, question_tokens, template, max_seq_length, doc_stride)
 
     rows: list[tuple[int, int, int, int, int, int]] = []
     labels: list[tuple[int, int]] = []
     for number, question in enumerate(questions):
-        asked_at, context_at = int(asked_index[number]), int(context_index[number])
-        question_length, total = len(question_tokens[asked_at]), len(context_tokens[context_at])
+        text_at, context_at = int(text_index[number]), int(context_index[number])
+        question_length, total = len(question_tokens[text_at]), len(context_tokens[context_at])
         room = max_seq_length - question_length - template.specials
         answer = _answer_tokens(question, spans[context_at]) if training else None
         for begin, end in _pieces(total, room, doc_stride):
             lengths = (end - begin, question_length) if context_first else (question_length, end - begin)
             cls = _cls_position(template, lengths)
-            rows.append((number, asked_at, context_at, begin, end, cls))
+            rows.append((number, text_at, context_at, begin, end, cls))
             at = template.text_begin(0 if context_first else 1, *lengths)
             if answer is not None and begin <= answer[0] and answer[1] < end:
                 labels.append((at + answer[0] - begin, at + answer[1] - begin))
@@ -140,7 +140,7 @@ def make_windows(
 
 def _check_room(
     questions: Sequence[Question],
-    asked: Sequence[str],
+    texts: Sequence[str],
     tokens: Ragged,
     template: Template,
     max_seq_length: int,
@@ -150,7 +150,7 @@ def _check_room(
     room = max_seq_length - int(tokens.lengths[longest]) - template.specials
     if room > doc_stride:
         return
-    name = next(question.id for question in questions if question.question == asked[longest])
+    name = next(question.id for question in questions if question.question == texts[longest])
     needed = int(tokens.lengths[longest]) + template.specials
     raise UserError(
         f"question {name!r} has {int(tokens.lengths[longest])} tokens; with {template.specials} special ones it leaves "

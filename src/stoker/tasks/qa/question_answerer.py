@@ -47,8 +47,8 @@ class QuestionAnswerer:
                 "train it with `stoker train qa`"
             )
         model = model.eval()
-        room = min(max_seq_length, most_tokens(max_seq_length, tokenizer, model.config))
-        return cls(optimize(model, dtype=torch.float32), tokenizer, room, min(doc_stride, room // 3))
+        length = min(max_seq_length, most_tokens(max_seq_length, tokenizer, model.config))
+        return cls(optimize(model, dtype=torch.float32), tokenizer, length, min(doc_stride, length // 3))
 
     def ask(self, question: str, text: str, *, no_answer: bool = False) -> Answer:
         """The best answer; empty if there is none, or if `no_answer` is set and "no answer" scores better."""
@@ -58,7 +58,7 @@ class QuestionAnswerer:
             if not is_unicode(value):
                 raise UserError(f"the {what} is not UTF-8 text; convert it")
         length = len(self.tokenizer(question, add_special_tokens=False)["input_ids"])
-        if length > self.max_seq_length - self.doc_stride - 8:  # some room for special tokens and for the text
+        if length > self.max_seq_length - self.doc_stride - 8:  # leaves a few for special tokens and the text
             raise UserError(
                 f"the question has {length} tokens, which leaves too few of {self.max_seq_length} for the text; shorten it"
             )
