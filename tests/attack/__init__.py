@@ -1,5 +1,5 @@
-"""Bad input, kills and odd environments, drawn from a seed. `make attack` runs the long form, pytest a short one each day.
+"""Bad input, kills and unusual environments, drawn from a seed. pytest runs a few cases, `make attack` thousands.
 
-`case.py` says what a case is and when it counts as failed, `server.py` runs cases in forks of a process that has imported
-everything, `kinds.py` lists what is drawn, `run.py` is the long form.
+`case.py` defines a case and what counts as a failure, `server.py` runs cases in forks of a process that has imported
+everything, `kinds.py` lists the generators, and `run.py` is the program behind `make attack`.
 """

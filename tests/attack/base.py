@@ -1,4 +1,4 @@
-"""A model, data and the log of a run that are as they should be: what the cases start from."""
+"""Valid inputs that the cases start from: a model, data and the log of a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_base(folder: Path) -> None:
     for name, count in (("train.tsv", 24), ("dev.tsv", 8)):
         lines = ["sentence\tlabel", *(f"{row['sentence']}\t{row['label']}" for row in rows(count))]
         (folder / name).write_text("\n".join(lines) + "\n")
-    program = folder / "bin" / "mpirun"  # so that a launch over hosts gets as far as starting it
+    program = folder / "bin" / "mpirun"  # so that a launch on several hosts gets as far as starting mpirun
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho 'Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20251105'\n")
     program.chmod(0o755)
@@ -48,7 +48,7 @@ def make_base(folder: Path) -> None:
 
 
 def save_model(folder: Path, kind: str) -> None:
-    """A BERT of two layers with an alphabet for a vocabulary, so that it loads in no time."""
+    """A BERT of two layers with an alphabet for a vocabulary, so that it loads fast."""
     import torch
     import transformers
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors

@@ -1,4 +1,4 @@
-"""A case: a command line with the files around it, what came of it, and what of that counts as a failure."""
+"""A case (a command line and its files), its outcome, and what counts as a failure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 __all__ = ["SECONDS", "Case", "Outcome", "chance_of", "failures", "seed_of_today"]
 
 SECONDS = 30.0
-"""A case that takes longer hangs."""
+"""Seconds; a case that takes longer counts as hanging."""
 _LINES, _CHARACTERS = 8, 2500
-"""The longest message: one sentence, or one with the first five bad rows of a file and how many more there are."""
+"""Characters of the longest message: a sentence, or one that lists the first five bad rows of a file and counts the rest."""
 _TRACEBACK = re.compile(
     r"Traceback \(most recent call last\)|^Exception ignored in|Fatal Python error|^--- Logging error", re.M
 )
@@ -40,9 +40,9 @@ class Case:
     """Called with the case's folder before the fork; `after` undoes it."""
     after: Callable[[str], None] | None = None
     process: bool = False
-    """Start a new Python for it: what is set up when Python starts cannot be changed in a fork."""
+    """Start a new Python process: what Python sets up at its start cannot be changed in a fork."""
     open_output: bool = True
-    """Whether its messages can be read; without it only the exit code and what is left behind are judged."""
+    """Whether its messages can be read; if not, only the exit code and leftover files and processes are checked."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def failures(case: Case, outcome: Outcome) -> list[str]:
-    """What is wrong with an outcome, each as `kind: detail`; nothing for a good one."""
+    """The failures of an outcome, each as `kind: detail`; empty if there are none."""
     found = []
     if outcome.code is None:
         found.append(f"hang: still running after {outcome.seconds:.0f} s")
@@ -81,7 +81,7 @@ def failures(case: Case, outcome: Outcome) -> list[str]:
 
 
 def chance_of(seed: int, kind: str, number: int) -> random.Random:
-    """The draws of one case depend on nothing else, so that it can be run alone."""
+    """The random generator of one case. It depends on no other case, so that the case can be run alone."""
     return random.Random(f"{seed}/{kind}/{number}")
 
 

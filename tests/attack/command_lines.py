@@ -1,4 +1,4 @@
-"""Command lines: every command with options it has and has not, and with values that do not fit them."""
+"""Command lines: every command with valid and unknown options, and with values of the wrong kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WRITES = ("new", "new.yaml", "out", "report.html", "run")
 # These start as many threads or processes as requested, which would disturb a shared machine.
 _COUNTS = ("--dataloader_num_workers", "--preprocessing_num_workers", "--torch_compile", "--torch_compile_backend",
            "--torch_compile_mode")  # fmt: skip
-# These ask services elsewhere, or wait for a debugger.
+# These contact other services, or wait for a debugger.
 _ELSEWHERE = (
     "--push_to_hub",
     "--hub_model_id",
@@ -78,7 +78,7 @@ def any_command(r: random.Random, base: Path) -> Case:
         argv += ["--config_file", "new.yaml"]
     stdin = odd.value(r).encode("utf-8", "surrogatepass")
     codes = (0, 1, 2) if command in ("config", "selftest") else (0, 2)
-    # Where to write is for the person to say, so any name that does not exist may be made.
+    # The user chooses where to write, so any name that does not exist may be created.
     writes = ("*",) if command in ("plan", "report", "config", "demo") else _WRITES
     return Case(argv, _files(base), _links(base), stdin, writes=writes, codes=codes)
 
@@ -117,7 +117,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_RANK"
 
 
 def rank_variables(r: random.Random, base: Path) -> Case:
-    """Variables that launchers, batch systems and people leave behind."""
+    """Environment variables that launchers, batch systems and users leave set."""
     chosen = r.sample(_VARIABLES, r.choice((1, 1, 2, 4, 8)))
     variables: dict[str, str | None] = {name: _value(r).replace("\0", "") for name in chosen}
     argv = r.choice((["launch", "--dry-run", "s.py"], ["launch", "-n", "2", "--dry-run", "s.py"], ["launch", "s.py"],
@@ -141,7 +141,7 @@ def _train_options(task: str) -> tuple[tuple[str, bool], ...]:
 
 
 def good_training(task: str) -> list[list[str]]:
-    """The options of a small training that works, each with its value."""
+    """The options of a small training run that works, each with its value."""
     suffix = "json" if task == "qa" else "tsv"
     return [
         ["--model_name_or_path", "model"], ["--train_file", f"train.{suffix}"], ["--validation_file", f"dev.{suffix}"],
@@ -155,7 +155,7 @@ def flat(options: list[list[str]]) -> list[str]:
 
 
 def train(r: random.Random, base: Path) -> Case:
-    """A training that would work, with an option missing, or one more, or a value that does not fit."""
+    """A valid training command with an option removed, one added, or a wrong value."""
     task = r.choice(("qa", "classify"))
     options = good_training(task)
     for _ in range(r.choice((1, 1, 2, 3))):

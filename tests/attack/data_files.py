@@ -1,4 +1,4 @@
-"""Training data that is not: tables, JSON and Parquet with rows of everything, damaged bytes, and files that are no files."""
+"""Invalid training data: tables, JSON and Parquet with arbitrary values, damaged bytes, and paths that are not regular files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _VALUES: list[Any] = [
 
 
 def data_file(r: random.Random, base: Path) -> Case:
-    """A file of either task, used to train, to evaluate or to predict."""
+    """A data file for either task, used to train, evaluate or predict."""
     task = r.choice(("qa", "classify"))
     suffix = r.choice(("json", "json", "jsonl", "csv", "tsv", "parquet", "txt", "ndjson"))
     content = _content(r, task, suffix)
@@ -92,7 +92,7 @@ def _flat(number: int) -> dict[str, Any]:
 
 
 def _spoil(r: random.Random, content: Any) -> Any:
-    """Some places of nested lists and objects hold something else, or nothing."""
+    """Replaces or removes some values of nested lists and objects."""
     for _ in range(r.choice((1, 1, 2, 6))):
         places = list(_places(content))
         if not places:

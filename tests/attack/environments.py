@@ -1,4 +1,4 @@
-"""Odd surroundings: outputs that take nothing, no home, disks that are full or read-only, limits, locales, directories."""
+"""Unusual environments: unwritable outputs, no home directory, full or read-only disks, limits, locales, directories."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Environment:
     process: bool = False
     open_output: bool = True
     trains: bool = False
-    """Whether a training must end well here, rather than with a sentence."""
+    """Whether training must succeed in this environment; otherwise an error message is expected."""
     codes: tuple[int, ...] = (0, 1, 2)
 
 
 def _replaced(*numbers: int) -> Callable[[], None]:
-    """/dev/full in place of descriptors."""
+    """Replaces file descriptors by /dev/full."""
 
     def prepare() -> None:
         full = os.open("/dev/full", os.O_WRONLY)
@@ -69,7 +69,7 @@ def _limit(kind: int, value: int) -> Callable[[], None]:
 
 
 def _as_nobody(processes: int | None = None) -> Callable[[], None]:
-    """Root is above modes and limits; this is what everybody else meets."""
+    """Becomes another user, because file modes and limits do not apply to root."""
 
     def prepare() -> None:
         if processes is not None:
@@ -83,14 +83,14 @@ def _as_nobody(processes: int | None = None) -> Callable[[], None]:
 
 
 def _read_only() -> None:
-    """Mounts of this child alone: they end with it."""
+    """Remounts directories read-only, in this child process only."""
     with contextlib.suppress(OSError):
         sandbox.own_mounts()
         for name in _FOLDERS:
             folder = os.path.abspath(f"../{name}")
             sandbox.mount(folder, folder, "", sandbox.BIND)
             sandbox.mount("none", folder, "", sandbox.REMOUNT | sandbox.BIND | sandbox.RDONLY)
-        os.chdir("../cwd")  # the directory below the mount is not read-only
+        os.chdir("../cwd")  # the current directory is still the one below the mount, which is not read-only
         return
     for name in _FOLDERS:
         os.chmod(f"../{name}", 0o555)
@@ -185,7 +185,7 @@ ENVIRONMENTS: dict[str, Environment] = {
     "new process, 8 open files": Environment(_limit(resource.RLIMIT_NOFILE, 8), process=True),
 }
 
-# A folder of a run that was trained elsewhere; its log has everything the page is made from.
+# The folder of a run from another machine; its log has everything that the page shows.
 _LOG = (
     b'{"kind": "start", "time": 1, "command": "stoker train qa", "machine": {"cpu": "x", "cores": 2, "threads": 2}}\n'
     b'{"kind": "step", "step": 1, "loss": 2.5, "tokens_per_second": 10.0}\n{"kind": "step", "step": 2, "loss": 2.0}\n'
@@ -213,7 +213,7 @@ COMMANDS: dict[str, list[str]] = {
     "train classify": ["train", "classify", *flat(good_training("classify"))],
 }
 _LIGHT = tuple(name for name, argv in COMMANDS.items() if argv[0] not in ("train", "ask", "plan", "report"))
-"""Those that a new process answers without importing torch."""
+"""Command lines that run without importing torch."""
 
 
 def odd_environment(r: random.Random, base: Path) -> Case:

@@ -1,4 +1,4 @@
-"""Hostfiles that are not, for every MPI that would read them."""
+"""Invalid hostfiles, for every MPI that reads them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""SIGKILL at drawn moments of a small training, then the same command again until it ends.
+"""SIGKILL at random moments of a small training run, then the same command again until it ends.
 
-A moment is before the N-th write, sync or rename of a checkpoint, a drawn fraction of a second after it has begun, or any time
-between the start and the end of the run. After each kill the newest checkpoint that had been published must be there and
-whole, and the run that ends at last must have the very bytes of one that was left alone.
+The moment is before the N-th write, sync or rename of a checkpoint, a random fraction of a second after one has begun, or any
+time between start and end of the run. After each kill the newest published checkpoint must exist and be complete, and the run
+that finally ends must produce the same bytes as one that was not killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["attack", "fresh", "weights_of"]
 
 Fork = Callable[[Callable[[], int], float], "int | None"]
 _LONGEST = 240.0
-"""Seconds for a whole training; nothing is concluded from how long one takes."""
+"""Seconds for a whole training run. This only ends runs that hang; no test depends on the time."""
 _TASKS = {
     "qa": ["--gradient_accumulation_steps", "2", "--eval_strategy", "steps", "--eval_steps", "3"],
     "classify": ["--group_by_length", "True", "--metric_for_best_model", "accuracy", "--eval_strategy", "steps",
@@ -49,7 +49,7 @@ _undisturbed: dict[str, Undisturbed] = {}
 
 
 def attack(request: dict[str, Any], fork: Fork, work: Path) -> dict[str, Any]:
-    """One run with its kills: what was found, and how many kills there were."""
+    """One run and its kills: the failures found, and the number of kills."""
     r = chance_of(request["seed"], request["kind"], request["number"])
     folder = work / "kill"
     if request["kind"] == "rankkill":
@@ -88,7 +88,7 @@ def _draw(r: random.Random, plain: Undisturbed) -> tuple[str, float, float]:
 
 
 def fresh(folder: Path, work: Path) -> None:
-    """A folder to train in, with nothing in it but the inputs."""
+    """A folder to train in that contains only the inputs."""
     folder.mkdir(exist_ok=True)
     sandbox.clear(folder)
     for name in ("cwd", "home", "cache", "tmp"):
@@ -118,7 +118,7 @@ def weights_of(folder: Path) -> str:
 
 
 def _train(task: str, folder: Path, moment: tuple[str, float, float] | None) -> int:
-    """`stoker train` in this fork, with its end prepared."""
+    """`stoker train` in this fork, which is killed at the given moment."""
     import tempfile
 
     for name in ("HOME", "XDG_CACHE_HOME", "TMPDIR"):
@@ -142,7 +142,7 @@ def _train(task: str, folder: Path, moment: tuple[str, float, float] | None) -> 
 
 
 class _Calls:
-    """Counts what puts checkpoints on the disk, and ends this process at the drawn one."""
+    """Counts the calls that write checkpoints to disk, and kills this process at the drawn one."""
 
     def __init__(self, moment: tuple[str, float, float] | None) -> None:
         import safetensors.torch
@@ -174,7 +174,7 @@ def _die() -> None:
 
 
 def _remember_published(folder: Path) -> None:
-    """From here on, a checkpoint that `publish` has returned from is on record, and must not be lost."""
+    """Records each checkpoint once `publish` has returned: from then on it must not be lost."""
     from stoker.hf.checkpointing import folders
 
     original = folders.publish
@@ -197,7 +197,7 @@ def _judge(code: int | None, folder: Path, allowed: tuple[int, ...]) -> list[str
 
 
 def _checkpoints(fork: Fork, folder: Path) -> list[str]:
-    """What a kill did to the checkpoints, seen as the next start would see them."""
+    """What is wrong with the checkpoints after a kill, read as the next start reads them."""
     target = folder / "seen.json"
 
     def look() -> int:

@@ -1,4 +1,4 @@
-"""What is drawn, and how often. A new generator is a row here."""
+"""The generators of cases, and how often each is drawn. Add a new generator as a row here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["KINDS", "Kind", "stand_in"]
 class Kind:
     make: Callable[[random.Random, Path], Case]
     share: int
-    """Of a hundred cases of the long form."""
+    """Its share, in percent, of the cases of `make attack`."""
 
 
 KINDS: dict[str, Kind] = {
@@ -38,9 +38,9 @@ KINDS: dict[str, Kind] = {
 
 
 def stand_in() -> None:
-    """Ends a case where bad input has been accepted and something long begins: processes, measurements, the demo.
+    """Replaces what takes long once input has been accepted, so that a case ends there.
 
-    What is replaced: the start of ranks, what `stoker plan` measures, the demo's run, and all but two steps of a training.
+    That is: the start of ranks, the measurements of `stoker plan`, the demo, and all but two steps of a training run.
     """
     import os
 

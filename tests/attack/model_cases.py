@@ -1,4 +1,4 @@
-"""Commands on model folders with a fault of `model_folders.py`."""
+"""Commands on the broken model folders of `model_folders.py`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Broken model folders: each file that a model consists of, broken in every way that was ever seen, and some more.
+"""Broken model folders: each file of a model, broken in every way seen so far and in random ways.
 
     good = make_good(tmp_path / "good")
     for name, folder in variants(seed=1, good=good, into=tmp_path / "broken"):
         ...  # `stoker ask`, `stoker train qa`, ... with that folder must end with exit code 0, 1 or 2, without a traceback
 
-`name` tells what is broken. A folder lives until the next one is asked for. The same seed gives the same variants in the same
-order: first those that every seed has, then folders with random faults. `good` is any folder with a config.json, a
-tokenizer.json and a model.safetensors; it is copied by links and never changed.
+`name` says what is broken. A folder exists until the next one is requested. The same seed gives the same variants in the same
+order: first those common to all seeds, then folders with random faults. `good` is any folder with a config.json, a
+tokenizer.json and a model.safetensors; its files are linked, and never changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Fault = Callable[[Path], Any]
 
 
 def make_good(folder: Path) -> Path:
-    """A tiny question-answering BERT with its tokenizer, as `stoker train qa` would leave it."""
+    """A tiny question-answering BERT with its tokenizer, as `stoker train qa` writes it."""
     import torch
     import transformers
 
@@ -44,7 +44,7 @@ def make_good(folder: Path) -> Path:
 
 
 def variants(seed: int, good: Path, into: Path, *, more: int = 30) -> Iterator[tuple[str, Path]]:
-    """(what is broken, the folder) for about 470 folders under `into`, `more` of them drawn by `seed`."""
+    """(what is broken, the folder) for about 470 folders under `into`, of which `more` are drawn from `seed`."""
     draw = random.Random(seed)
     every = [*faults(good), *((f"random faults {n} of seed {seed}", random_fault(draw)) for n in range(more))]
     for number, (name, fault) in enumerate(every):
@@ -59,7 +59,7 @@ def variants(seed: int, good: Path, into: Path, *, more: int = 30) -> Iterator[t
 
 
 def faults(good: Path) -> Iterator[tuple[str, Fault]]:
-    """What is broken, and a function that breaks a copy of `good` in that way. The copy may consist of links to its files."""
+    """What is broken, and a function that breaks a copy of `good` in that way. The copy may consist of links to the files."""
     for file in (CONFIG, "tokenizer_config.json", TOKENIZER, WEIGHTS, INDEX):
         for name, fault in _file_faults().items():
             yield f"{file} {name}", _on(file, fault)
@@ -76,7 +76,7 @@ def faults(good: Path) -> Iterator[tuple[str, Fault]]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    path.unlink(missing_ok=True)  # never through the link to the good file
+    path.unlink(missing_ok=True)  # replaces the link instead of writing through it to the good file
     path.write_bytes(content)
 
 
@@ -360,7 +360,7 @@ def _folder_faults() -> Iterator[tuple[str, Fault]]:
 
 
 def random_fault(draw: random.Random) -> Fault:
-    """Bytes of one or more files overwritten, removed or repeated at random places."""
+    """Overwrites, removes or repeats bytes at random places of one or more files."""
     files = (CONFIG, TOKENIZER, "tokenizer_config.json", WEIGHTS)
     contents = (b"", b"\0", b'"', b"[", b"}", b"-", b"9" * 12, b"\xff\xfe", b"null")
     plan = [
@@ -371,7 +371,7 @@ def random_fault(draw: random.Random) -> Fault:
     def fault(folder: Path) -> None:
         for file, where, length, content in plan:
             raw = bytearray((folder / file).read_bytes())
-            # Most of a file of weights is numbers, where hardly anything can go wrong: its header is more telling.
+            # Most bytes of a weight file are numbers, which rarely cause an error: damage its header.
             at = int(where * (min(len(raw), 4000) if file == WEIGHTS else len(raw)))
             raw[at : at + length] = content
             _replace(folder / file, bytes(raw))

@@ -1,4 +1,4 @@
-"""Words, numbers and bytes that programs stumble over."""
+"""Words, numbers and bytes that often break programs."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def value(r: random.Random) -> str:
 
 
 def word(r: random.Random) -> str:
-    """What can stand on a command line: no NUL, and bytes that are not UTF-8 as Python shows them."""
+    """A valid argument of a command line: no NUL, and bytes that are not UTF-8 as lone surrogates."""
     return "".join(
         c if not 0xD800 <= ord(c) <= 0xDFFF else chr(0xDC80 + ord(c) % 128) for c in value(r).replace("\0", "")
     )
 
 
 def damage(r: random.Random, data: bytes, tokens: Sequence[bytes] = ()) -> bytes:
-    """A file with something wrong with it."""
+    """The bytes of a file, damaged in one way."""
     for _ in range(r.choice((1, 1, 1, 2, 5))):
         data = r.choice(_DAMAGES)(r, data)
     if tokens and r.random() < 0.5:
@@ -106,7 +106,7 @@ def _encode(r: random.Random, data: bytes) -> bytes:
 
 
 def _replace(r: random.Random, data: bytes) -> bytes:
-    """One word of it becomes another."""
+    """Replaces one word by another."""
     parts = data.split(b" ")
     parts[r.randrange(len(parts))] = value(r).encode("utf-8", "surrogatepass")
     return b" ".join(parts)

@@ -1,4 +1,4 @@
-"""Cases that do what no command may do, to see that the attack notices."""
+"""Cases that do what no command may do, to check that the attack detects it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLANTED: dict[str, Callable[[], None]] = {
     "leftover: process sleep": _process,
     "leftover: /dev/shm/planted": _shared_memory,
 }
-"""The failure that is to be found, and what is done for it."""
+"""The failure that must be detected, and what causes it."""
 
 
 def planted(number: int) -> Case:

@@ -1,7 +1,7 @@
-"""SIGKILL at a drawn moment to a process of a training in two ranks: the launcher, a rank, or whatever they have started.
+"""SIGKILL at a random moment to a process of a training run in two ranks: the launcher, a rank, or a process they started.
 
-Everything must end with it: no process, no file in TMPDIR or /dev/shm stays. The same command then goes on from the last
-checkpoint, and ends with the bytes of a run that was left alone.
+Everything must end with it: no process and no file in TMPDIR or /dev/shm may remain. The same command must then continue from
+the last checkpoint, and produce the same bytes as a run that was not killed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["attack_ranks"]
 
 _LONGEST = 240.0
 _PATIENCE = 60.0
-"""Seconds for the others to end after a kill. A launch that has lost a rank gives the other one time to end by itself."""
+"""Seconds for the others to end after a kill. A launch that has lost a rank gives the other one time to exit."""
 _undisturbed: dict[str, tuple[float, str]] = {}
 
 
 def attack_ranks(r: random.Random, folder: Path, work: Path, argv: list[str]) -> dict[str, Any]:
-    """What was found, the number of kills, and how it went."""
+    """The failures found, the number of kills, and a log."""
     from attack.kills import fresh, weights_of
 
     backend = r.choice(("gloo", "ccl"))
@@ -36,7 +36,7 @@ def attack_ranks(r: random.Random, folder: Path, work: Path, argv: list[str]) ->
         begin = time.monotonic()
         code = _run(folder, argv, None)[0]
         if code != 0:
-            raise RuntimeError(f"two ranks without kills ended with {code}: {_said(folder)}")
+            raise RuntimeError(f"two ranks without kills ended with {code}: {_error_output(folder)}")
         _undisturbed[backend] = time.monotonic() - begin, weights_of(folder)
     seconds, weights = _undisturbed[backend]
     fresh(folder, work)
@@ -51,20 +51,20 @@ def attack_ranks(r: random.Random, folder: Path, work: Path, argv: list[str]) ->
         code = _run(folder, argv, None)[0]
         story.append(f"to the end: {code}")
     if code != 0:
-        failures.append(f"code: the launch that goes on ended with {code}")
+        failures.append(f"code: the resumed launch ended with {code}")
     elif weights_of(folder) != weights:
-        failures.append("different: the model of two ranks is another than without kills")
+        failures.append("different: the model of two ranks differs from that of a run without kills")
     failures += _left(folder, shared, killed=False)
     answer = {"failures": failures, "kills": int(victim is not None), "code": code, "story": story}
-    return answer | ({"error": _said(folder)} if failures else {})
+    return answer | ({"error": _error_output(folder)} if failures else {})
 
 
-def _said(folder: Path) -> str:
+def _error_output(folder: Path) -> str:
     return (folder / "error").read_text(errors="replace")[-3000:]
 
 
 def _run(folder: Path, argv: list[str], moment: tuple[float, float] | None) -> tuple[int | None, str | None]:
-    """The launch's exit code, None if it had to be ended, and the process that was killed."""
+    """The exit code of the launch (None if it had to be stopped), and the process that was killed."""
     child = os.fork()
     if child == 0:
         _become(folder, argv)
@@ -104,7 +104,7 @@ def _become(folder: Path, argv: list[str]) -> None:
 
 
 def _below(parent: int) -> list[int]:
-    """The processes that `parent` has started, and those that they have."""
+    """The descendants of the process `parent`."""
     found = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{parent}/task"):
@@ -121,7 +121,7 @@ def _name(number: int) -> str:
 
 
 def _left(folder: Path, shared: set[str], *, killed: bool) -> list[str]:
-    """Waits until processes that were signalled have ended. What `kill -9` leaves in TMPDIR is removed by the next launch."""
+    """Waits for signalled processes to end; returns what remains. The next launch removes what `kill -9` leaves in TMPDIR."""
     end = time.monotonic() + _PATIENCE
     while sandbox.children() and time.monotonic() < end:
         with contextlib.suppress(ChildProcessError):

@@ -1,6 +1,6 @@
-"""The long form: `python tests/attack/run.py --cases 3000 --kills 200`, and the way to run one case again: `--only KIND:NUMBER`.
+"""Runs many cases: `python tests/attack/run.py --cases 3000 --kills 200`. `--only KIND:NUMBER` runs one case again.
 
-Ends with counts; exit code 1 if anything failed.
+Prints counts at the end; the exit code is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Server", "attack", "command_again", "describe", "draw"]
 
 
 class Server:
-    """A process of server.py."""
+    """A process that runs server.py."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="stoker-attack-")
@@ -59,7 +59,7 @@ class Server:
 
 
 def draw(seed: int, cases: int, kills: int) -> list[dict[str, Any]]:
-    """The requests of a long form: kinds by their shares, mixed."""
+    """The requests of a run: all kinds by their shares, shuffled."""
     from attack.kinds import KINDS
 
     whole = sum(kind.share for kind in KINDS.values())
@@ -68,7 +68,7 @@ def draw(seed: int, cases: int, kills: int) -> list[dict[str, Any]]:
         for name, kind in KINDS.items()
         for number in range(round(cases * kind.share / whole))
     ]
-    # A run is killed once or more, so that these are more than enough.
+    # A run is killed at least once, so this many runs are enough.
     requests += [{"seed": seed, "kind": "kill", "number": number} for number in range(kills)]
     requests += [{"seed": seed, "kind": "rankkill", "number": number} for number in range(kills // 20)]
     random.Random(seed).shuffle(requests)
@@ -78,7 +78,7 @@ def draw(seed: int, cases: int, kills: int) -> list[dict[str, Any]]:
 def attack(
     requests: list[dict[str, Any]], jobs: int, kills: int | None = None, seconds: float | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The answers, in the order in which they come. After so many `kills`, no more of them; after `seconds`, nothing more."""
+    """The answers, in the order of arrival. Requests no more kills after `kills` of them, and nothing after `seconds`."""
     end = None if seconds is None else time.monotonic() + seconds
     left: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     killed = [0]
@@ -121,7 +121,7 @@ def attack(
 
 
 def command_again(answer: dict[str, Any]) -> str:
-    """Runs this very case again, and shows it."""
+    """The command that runs this case again and shows it."""
     return f"python tests/attack/run.py --seed {answer['seed']} --only {answer['kind']}:{answer['number']}"
 
 
@@ -129,7 +129,7 @@ _SHOWN = ("argv", "variables", "stdin", "files", "code", "output", "error", "sto
 
 
 def describe(answer: dict[str, Any]) -> str:
-    """A case with everything that can be known of it."""
+    """A case with all details of its outcome."""
     found = "; ".join(answer["failures"]) or "good"
     lines = [f"{answer['kind']}:{answer['number']}: {found}", f"  again: {command_again(answer)}"]
     shown = [name for name in _SHOWN if answer.get(name) not in (None, "", {}, "b''")]
@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="begin no case after so many")
     parser.add_argument("--log", help="append every failure to this file as JSON")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *rest: sys.exit(143))  # then temporary folders go, as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *rest: sys.exit(143))  # temporary folders are then removed, as after Ctrl-C
     if options.only:
         cases = [name.rpartition(":") for name in options.only]
         requests = [
@@ -178,7 +178,7 @@ def main() -> int:
             if seen % 200 == 0:
                 cases = seen - kinds["kill"] - kinds["rankkill"]
                 print(f"after {time.monotonic() - begin:.0f} s: {cases} cases, {counts['kills']} kills", flush=True)
-    except RuntimeError as error:  # a fault of the attack itself; what was found so far counts
+    except RuntimeError as error:  # an error of the attack itself; the failures found so far still count
         print(error)
         counts["attack broke"] += 1
     return summary(options.seed, counts, kinds, time.monotonic() - begin)

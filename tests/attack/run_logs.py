@@ -1,10 +1,10 @@
-"""Run folders with odd logs: every field of every kind of line with values it must not have, and files that are no log.
+"""Run folders with invalid logs: every field of every kind of line with wrong values, and files that are not logs.
 
     for name, folder in variants(seed=1, into=tmp_path):
         ...  # `stoker report FOLDER` must end with exit code 0 or 2, without a traceback
 
-`name` tells what is odd. A folder lives until the next one is asked for. The same seed gives the same variants in the same
-order: first those that every seed has, then logs with several random faults at once.
+`name` says what is wrong. A folder exists until the next one is requested. The same seed gives the same variants in the same
+order: first those common to all seeds, then logs with several random faults at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["GOOD", "MARKUP", "not_a_file", "variants"]
 
 MARKUP = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>"
-"""What must reach a page as text only. It stands in many variants as a value, and in some as a name."""
+"""Must appear on a page as text only. Many variants have it as a value, some as a name."""
 
 _TIME = 1_700_000_000.25
 GOOD: list[dict[str, Any]] = [
@@ -45,7 +45,7 @@ GOOD: list[dict[str, Any]] = [
     {"kind": "trained", "step": 2, "train_runtime": 301.0},
     {"kind": "end", "reason": "finished", "step": 2},
 ]  # fmt: skip
-"""A log in which every field that the page knows stands at least once."""
+"""A log with every field that the page shows."""
 
 _MISSING = object()
 _ODD: dict[str, Any] = {
@@ -60,7 +60,7 @@ _ODD: dict[str, Any] = {
 
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value within a line."""
+    """The path of keys and indices to every value within a line."""
     if at:
         yield at
     if isinstance(value, dict):
@@ -92,7 +92,7 @@ def _one_field_each() -> Iterator[tuple[str, bytes]]:
     for number, line in enumerate(GOOD):
         for at in _places(line):
             where = f"{line['kind']}.{'.'.join(map(str, at))}"
-            if where in seen:  # a kind that stands twice in the log
+            if where in seen:  # a kind of line that occurs twice in the log
                 continue
             seen.add(where)
             for name, value in _ODD.items():
@@ -148,7 +148,7 @@ def _broken_files() -> dict[str, bytes]:
 
 
 def not_a_file() -> dict[str, Callable[[Path], None]]:
-    """Things under the name of the log that cannot be read as a file."""
+    """Puts something that is not a regular file in place of the log."""
     return {
         "a folder": lambda path: path.mkdir(),
         "a pipe": lambda path: os.mkfifo(path),
@@ -161,7 +161,7 @@ def not_a_file() -> dict[str, Callable[[Path], None]]:
 
 
 def random_log(draw: random.Random) -> bytes:
-    """Lines in disorder with odd fields, then bytes that were flipped, removed or repeated."""
+    """Lines in random order with wrong fields, then with bytes flipped, removed or repeated."""
     lines = [json.loads(json.dumps(draw.choice(GOOD))) for _ in range(draw.randint(1, 20))]
     for _ in range(draw.randint(1, 6)):
         number = draw.randrange(len(lines))
@@ -175,7 +175,7 @@ def random_log(draw: random.Random) -> bytes:
 
 
 def variants(seed: int, into: Path, *, more: int = 60) -> Iterator[tuple[str, Path]]:
-    """(what is odd, a run folder under `into`) for about 2,000 logs, `more` of them drawn by `seed`."""
+    """(what is wrong, a run folder under `into`) for about 2,000 logs, of which `more` are drawn from `seed`."""
     draw = random.Random(seed)
     logs: list[tuple[str, Any]] = [*_one_field_each(), *_broken_files().items(), *not_a_file().items()]
     logs += [(f"random faults {number} of seed {seed}", random_log(draw)) for number in range(more)]

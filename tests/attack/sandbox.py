@@ -1,7 +1,7 @@
-"""Keeps an attack away from the rest of the machine, and finds what a case leaves behind.
+"""Isolates an attack from the rest of the machine, and finds the files and processes that a case leaves behind.
 
-Where this process may (root, mostly), it gets mounts and a network of its own: everything is read-only but the working
-directory, /tmp and /dev/shm, which are empty and vanish with it, and no name resolves. A root that may not do so becomes nobody.
+A process with the privileges (usually root) gets its own mount and network namespaces: everything is read-only except the working
+directory, /tmp and /dev/shm, which start empty and disappear with it, and no host name resolves. Otherwise root becomes nobody.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Unsafe(Exception):
-    """This process is root and cannot be kept from harming the machine."""
+    """This process is root and cannot be isolated from the machine."""
 
 
 def isolate(work: Path) -> bool:
-    """Before anything else in this process; False if it shares mounts and network with the rest of the machine."""
-    _libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # what a case leaves running becomes a child of this process
+    """Call it first in a process. False if the process still shares mounts and network with the machine."""
+    _libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # processes that a case leaves running become children of this one
     if os.geteuid() != 0:
         return False
     try:
@@ -64,7 +64,7 @@ def _take_own_mounts(work: Path) -> None:
 
 
 def python_is_for_all() -> bool:
-    """Whether another user could run this Python and these tests at all; what lies below /root is root's own."""
+    """Whether another user can run this Python and these tests; only root can read what is in /root."""
     folders = [*Path(os.__file__).parents, *Path(__file__).resolve().parents]
     return all(folder.stat().st_mode & 0o005 == 0o005 for folder in folders)
 
@@ -79,7 +79,7 @@ def _become_nobody(work: Path) -> None:
 
 
 def own_mounts() -> None:
-    """What this process mounts from here on is seen by it alone."""
+    """Makes later mounts of this process visible to it alone."""
     if _libc.unshare(_NEWNS):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     mount("none", "/", "", _REC | _PRIVATE)
@@ -105,7 +105,7 @@ def _raise_loopback() -> None:
 
 
 def children() -> list[tuple[int, str]]:
-    """Processes below this one, with their names."""
+    """The descendants of this process, with their names."""
     found = []
     for name in os.listdir("/proc"):
         if not name.isdecimal():
@@ -118,7 +118,7 @@ def children() -> list[tuple[int, str]]:
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Everything below a folder: its name, with size and time of change for files."""
+    """Every path below a folder, with size and modification time for files."""
     found = {}
     for where, folders, names in os.walk(os.fsencode(folder)):
         for name in folders + names:
@@ -131,7 +131,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def clear(folder: Path) -> None:
-    """Empties a folder, whatever was done to its modes."""
+    """Empties a folder, whatever its permissions are."""
     for name in os.listdir(os.fsencode(folder)):
         path = os.path.join(os.fsencode(folder), name)
         if os.path.isdir(path) and not os.path.islink(path):
@@ -144,7 +144,7 @@ def clear(folder: Path) -> None:
 
 
 def limit_memory(beyond: int) -> None:
-    """Lets this process have so many more bytes of address space than it has."""
+    """Limits the address space of this process to so many bytes more than it has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     total = pages * resource.getpagesize() + beyond
     resource.setrlimit(resource.RLIMIT_AS, (total, total))

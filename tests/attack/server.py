@@ -1,8 +1,8 @@
-"""Runs cases, each in a fork of this process, which has imported everything and computed nothing.
+"""Runs each case in a fork of this process, which has imported everything and computed nothing.
 
 `python server.py WORK` reads one request per line, `{"seed": 1, "kind": "hostfile", "number": 17}`, and answers each with a line
-`RESULT {...}`. A fork is a fresh process for a hundredth of the price of one that imports torch; it would not be if this process
-had started OpenMP's threads, so whatever computes here does it in a fork too.
+`RESULT {...}`. A fork costs a hundredth of a process that imports torch. It only works while this process has not started
+OpenMP's threads, so its own computations run in forks, too.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def main() -> None:
 
 
 def _answer(case: Case, request: dict[str, Any]) -> dict[str, Any]:
-    """What came of a case; all of it if it failed, or was asked for."""
+    """The outcome of a case; with all details if it failed, or if they were requested."""
     outcome = run(case)
     if outcome.code is None:
-        outcome = run(case, 3 * SECONDS)  # on a machine that was busy with something else it ends now
+        outcome = run(case, 3 * SECONDS)  # it may have been slow only because the machine was busy
     answer = {"failures": failures(case, outcome), "code": outcome.code, "seconds": round(outcome.seconds, 2)}
     if answer["failures"] or request.get("verbose"):
         answer |= {"argv": case.argv, "output": outcome.output[-6000:], "error": outcome.error[-6000:]}
@@ -108,7 +108,7 @@ def _make_base() -> int:
 
 
 def run(case: Case, seconds: float = SECONDS) -> Outcome:
-    """One case in a folder of its own, with everything it leaves behind."""
+    """Runs one case in its own folder, and finds everything it leaves behind."""
     folder = WORK / "case"
     sandbox.clear(folder)
     for name in ("cwd", "home", "cache", "tmp"):
@@ -142,7 +142,7 @@ def run(case: Case, seconds: float = SECONDS) -> Outcome:
 
 
 def fork(work: Callable[[], int], seconds: float) -> int | None:
-    """The exit code of `work` in a fork; None, and an end to it and all its processes, if it takes too long."""
+    """The exit code of `work` in a fork. If it takes too long, None, and all its processes are killed."""
     child = os.fork()
     if child == 0:
         _leave(work)
@@ -157,7 +157,7 @@ def fork(work: Callable[[], int], seconds: float) -> int | None:
 
 
 def _leave(work: Callable[[], int]) -> NoReturn:
-    """Ends as Python would, but for taking down the modules, which takes longer than most cases."""
+    """Exits as Python does, but without clearing the modules, which takes longer than most cases."""
     code = 1
     try:
         os.setsid()
@@ -202,7 +202,7 @@ def _variables(case: Case, folder: Path) -> dict[str, str]:
 
 
 def _enter(case: Case, folder: Path) -> None:
-    """The working directory, the descriptors, the limits."""
+    """Sets the working directory, the file descriptors and the limits."""
     os.chdir(folder / "cwd")
     flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
     for number, opened in enumerate((
@@ -238,12 +238,12 @@ def _stream(number: int, mode: str, errors: str) -> Any:
     try:
         os.fstat(number)
     except OSError:
-        return None  # as Python has it for a closed one
+        return None  # what Python sets for a closed stream
     return open(number, mode, encoding="utf-8", errors=errors, buffering=1, closefd=False)
 
 
 def _process(case: Case, folder: Path) -> int:
-    """In place of this fork, a new Python."""
+    """Replaces this fork by a new Python process."""
     words = [sys.executable, "-m", "stoker", *case.argv]
     variables = _variables(case, folder)
     _enter(case, folder)
@@ -255,7 +255,7 @@ def _process(case: Case, folder: Path) -> int:
 
 
 def _processes_left() -> list[str]:
-    """What runs on for more than a moment: helpers of Python's end when they see that their process has."""
+    """The processes that remain after a moment: Python's own helpers exit once their process has."""
     end = time.monotonic() + 3
     while sandbox.children() and time.monotonic() < end:
         with contextlib.suppress(ChildProcessError):

@@ -82,7 +82,7 @@ def _quiet() -> None:
 
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The warnings of loading, whatever has been done to the logger before."""
+    """The warnings of loading, whatever the state of the logger."""
     found: list[str] = []
     monkeypatch.setattr(loading.log, "warning", lambda text, *values: found.append(text % values))
     return found
@@ -216,7 +216,7 @@ def test_values_that_would_fail_in_the_first_step_are_refused_when_loading(name:
     import transformers
 
     config = transformers.BertConfig()
-    config.__dict__[name] = value  # as transformers 4 takes it from the file
+    config.__dict__[name] = value  # as transformers 4 reads it from the file
     assert f"{name} in its config.json is {value!r}" in str(loading._wrong_type(config))
     assert loading._wrong_type(transformers.BertConfig()) is None
 

@@ -65,7 +65,7 @@ READS: dict[str, Callable[[Run], Any]] = {
 def drawn_once(
     draw: Callable[[Run], str | None], reads: Callable[[Run], Any], usual: set[str]
 ) -> Callable[[Run], Markup | None]:
-    """Draws and checks a plot where it differs from those before; the page gets an empty one."""
+    """Draws and checks a plot only if it differs from earlier ones; the page gets an empty plot."""
     drawn: set[str] = set()
 
     def stand_in(run: Run) -> Markup | None:
@@ -80,7 +80,7 @@ def drawn_once(
 
 @pytest.fixture
 def _each_plot_once(monkeypatch: pytest.MonkeyPatch, usual: set[str]) -> None:
-    """Drawing is what takes time, and most variants differ in something that a plot does not show."""
+    """Drawing takes most of the time, and most variants differ in something that no plot shows."""
     for name, reads in READS.items():
         monkeypatch.setattr(page, name, drawn_once(getattr(page, name), reads, usual))
 
@@ -106,7 +106,7 @@ def test_any_log_gives_a_page_without_markup_from_the_log(tree_path: Path, usual
         bad += bool(run.bad_lines)
         assert is_the_same_run(folder / NAME, {1}, {2}) is False, "what a launcher looks up in a log"
         content = repr((run.start, run.steps, run.evaluations, run.waits, run.others, run.resumed_at))
-        if content in seen:  # what is odd was left out
+        if content in seen:  # the invalid part was left out
             continue
         seen.add(content)
         try:

@@ -1,4 +1,4 @@
-"""Config files that are not, and odd answers to the questions of `stoker config`."""
+"""Invalid config files, and odd answers to the questions of `stoker config`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TOKENS = (
 
 
 def config_file(r: random.Random) -> Case:
-    """A file of a launch, read by everything that reads one."""
+    """A config file, given to every command that reads one."""
     name = r.choice(("c.yaml", "c.yaml", "c.yaml", "c.yml", "c.json", "c"))
     content = r.choice((_odd_values, _odd_values, _odd_values, _damaged, _nested, _noise))(r)
     if name == "c.json" and r.random() < 0.7:
@@ -89,7 +89,7 @@ def _damaged(r: random.Random) -> bytes:
 
 
 def _nested(r: random.Random) -> bytes:
-    """Depth, width, and aliases that multiply."""
+    """Deep and wide documents, and aliases that multiply."""
     depth = r.choice((5, 12, 40, 2000))
     return r.choice((
         lambda: "a: " + "[" * depth + "]" * depth,
@@ -127,7 +127,7 @@ def _json(r: random.Random) -> bytes:
 
 
 def answers(r: random.Random) -> Case:
-    """`stoker config` with answers from a pipe, most of them wrong, and with flags that are."""
+    """`stoker config` with answers from a pipe, and flags, most of them wrong."""
     lines = [r.choice(("", "0", "1", "2", "yes", "no", "NO", "MULTI_CPU", "torchrun", "impi", "bf16")) if r.random() < 0.6
              else odd.value(r) for _ in range(r.randint(0, 16))]  # fmt: skip
     stdin = "\n".join(lines).encode("utf-8", "surrogatepass")

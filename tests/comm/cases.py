@@ -1,6 +1,6 @@
-"""What c10d promises of its collectives, one function per promise, run by every rank of a job on gloo and on ccl alike.
+"""What c10d promises of its collectives, one function per promise. Every rank of a job runs them, on gloo and on ccl.
 
-Values are small whole numbers, which every type adds exactly: equality is asked for, not closeness.
+Values are small integers, whose sums are exact in every type, so results are compared for equality.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "uint8", "int32", "int64"]
-SIZES = [0, 1, 7, 1000, 8193, 300_001]  # none, one, odd, small, one past a block, several pieces
+SIZES = [0, 1, 7, 1000, 8193, 300_001]  # zero, one, an odd number, few, one more than a block, several pieces
 
 
 def values(rank: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -72,7 +72,7 @@ def allreduce_is_the_same_on_all_ranks(rank: int, size: int) -> None:
 
 
 def low_precision_sums_round_once(rank: int, size: int) -> None:
-    # 256 + 1 is 256 in bf16: rounding after every rank would lose each of the ones.
+    # 256 + 1 is 256 in bf16: rounding after every rank would lose every 1.
     x = torch.tensor([256.0 if rank == 0 else 1.0] * 70_000, dtype=torch.bfloat16)
     dist.all_reduce(x)
     assert x.float().unique().tolist() == [torch.tensor(256.0 + size - 1).bfloat16().item()]
@@ -168,7 +168,7 @@ def reduce_scatter(rank: int, size: int) -> None:
 
 
 def averages_between_hosts(rank: int, size: int) -> None:
-    """Where gloo carries them, which has no mean."""
+    """Between hosts gloo may do the reduction, and it has no AVG."""
     mean = sum(range(size)) / size
     x = torch.full((5,), float(rank))
     dist.reduce(x, 1, dist.ReduceOp.AVG)
@@ -240,7 +240,7 @@ def send_and_receive(rank: int, size: int) -> None:
 
 
 def exchange_in_a_ring(rank: int, size: int) -> None:
-    # Everybody sends before anybody receives: a backend that waits in send would hang.
+    # All ranks send before they receive: a backend whose send blocks would hang.
     right, left = (rank + 1) % size, (rank - 1) % size
     sent, got = values(rank, 500_000, torch.float32), torch.empty(500_000)
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, got, left)])
@@ -311,7 +311,7 @@ def futures(rank: int, size: int) -> None:
 
 
 def callbacks_may_communicate(rank: int, size: int) -> None:
-    """A callback runs in the thread that communicates, which must not wait for itself."""
+    """A callback runs in the communication thread, which must not wait for itself."""
 
     def again(future: torch.futures.Future[list[Tensor]]) -> Tensor:
         y = future.value()[0].clone()
@@ -347,7 +347,7 @@ def messages_from_many_threads(rank: int, size: int) -> None:
 
 
 def async_order_is_free_between_groups(rank: int, size: int) -> None:
-    # Rank 0 starts a collective in one group and then waits in another, the rest the other way round.
+    # Rank 0 starts a collective in one group and then waits in another; the others do so in reverse order.
     first, second = dist.new_group(), dist.new_group()
     x, y = torch.ones(10), torch.ones(10)
     if rank == 0:
@@ -445,8 +445,8 @@ def error_of_compressed_gradients(rank: int, size: int, name: str) -> float:
     return ((total[1] - total[0]).norm() / total[0].norm()).item()
 
 
-def feedback_keeps_to_its_parameters(rank: int, size: int) -> None:
-    """DDP may put the parameters of a bucket in another order after the first step; its size stays the same."""
+def feedback_follows_reordered_parameters(rank: int, size: int) -> None:
+    """DDP may reorder the parameters of a bucket after the first step without changing its size."""
     from types import SimpleNamespace
     from typing import Any
 
@@ -465,8 +465,8 @@ def feedback_keeps_to_its_parameters(rank: int, size: int) -> None:
     assert not torch.equal(reduced(kept, b, a), reduced(plain, b, a))
 
 
-def feedback_forgets_what_is_not_finite(rank: int, size: int) -> None:
-    """One gradient with an overflow must not poison those that follow."""
+def feedback_drops_values_that_are_not_finite(rank: int, size: int) -> None:
+    """A gradient that overflowed must not affect the next ones."""
     from types import SimpleNamespace
     from typing import Any
 
@@ -484,7 +484,7 @@ def feedback_forgets_what_is_not_finite(rank: int, size: int) -> None:
 
 
 def local_sgd_follows_the_first_rank(rank: int, size: int) -> None:
-    """Ranks that found something else in a checkpoint, or nothing, go on as rank 0 does."""
+    """Ranks whose checkpoint differs, or is missing, take the state of rank 0."""
     from stoker.distributed.local_sgd import LocalSGD
 
     model = torch.nn.Linear(1, 1)
@@ -525,7 +525,7 @@ def local_sgd_goes_on_with_another_momentum(rank: int, size: int) -> None:
     weight = model.weight.item()
     using.load_state_dict(without.state_dict())
     assert using.steps == 1
-    using.step()  # nothing has moved since, and there is no velocity yet
+    using.step()  # the weights have not changed since, and there is no velocity yet
     assert model.weight.item() == weight
     without.load_state_dict(using.state_dict())
     assert without.steps == 2

@@ -18,8 +18,8 @@ JOBS = {
 PLAIN = [
     "allreduce_bool", "allreduce_bits", "allreduce_of_transposed_memory", "allreduce_is_the_same_on_all_ranks",
     "low_precision_sums_round_once", "nan_and_infinity_come_through", "allreduce_coalesced", "reduce", "allgather_uneven",
-    "allgather_coalesced", "complex_numbers", "feedback_keeps_to_its_parameters",
-    "feedback_forgets_what_is_not_finite", "callbacks_may_communicate", "messages_from_many_threads",
+    "allgather_coalesced", "complex_numbers", "feedback_follows_reordered_parameters",
+    "feedback_drops_values_that_are_not_finite", "callbacks_may_communicate", "messages_from_many_threads",
     "reduce_scatter", "alltoall", "alltoall_single", "gather", "scatter", "barrier", "send_and_receive",
     "exchange_in_a_ring", "tags_keep_messages_apart", "objects", "sub_groups", "async_work", "futures",
     "async_order_is_free_between_groups", "data_parallel", "sharded_parallel", "zero_optimizer", "functional_collectives",

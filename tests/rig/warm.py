@@ -1,13 +1,13 @@
-"""Python processes that start warm: forked from one that has imported torch and its like, which takes seconds of CPU time.
+"""Starts Python processes fast, by forking one that has already imported torch, which takes seconds of CPU time.
 
-`run` and `Popen` are subprocess's own, except that `python script.py`, `python -c` and `python -m` are not executed but forked
-from a server that each testing process starts at first need. The new process is a true child of the caller (it can be waited
-for, killed, timed out), with the arguments, variables, directory, streams, session and CPUs that were asked for; `ps` shows its
-command line, and /proc its variables. Modules of Stoker are never imported in advance. torch looks as if it were not imported
-yet; when a program imports it, it takes the number of threads and the level of messages from the variables of that moment.
+`run` and `Popen` behave like those of subprocess, except that `python script.py`, `python -c` and `python -m` are forked from a
+server, which each test process starts when it is first needed. The new process is a child of the caller (it can be waited for,
+killed, timed out), with the requested arguments, environment, directory, streams, session and CPUs; `ps` shows its command line,
+and /proc its environment. Modules of Stoker are never imported in advance. torch appears not to be imported yet; when a program
+imports it, the number of threads and the log level are read from the environment at that moment.
 
-Whatever a fork cannot give is started as usual: other programs, other options of Python, a function to call before the start,
-LD_PRELOAD. A test of the start itself (what gets imported, what a library reads when it is loaded) uses subprocess.
+What a fork cannot do is started as usual: other programs, other options of Python, a `preexec_fn`, LD_PRELOAD. A test of the
+start itself (what is imported, what a library reads when it is loaded) uses subprocess.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Popen", "run"]
 
 TORCH = ("torch", "torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.utils.checkpoint")
 OTHERS = ("scipy.optimize", "sklearn.metrics", "safetensors.torch")
-"""What transformers imports. transformers itself is not here: `stoker launch` has hooks for the moment when it is imported."""
+"""What transformers imports. transformers itself is left out, because `stoker launch` hooks into its import."""
 TRANSFORMERS = ("transformers.trainer", "transformers.models.bert.modeling_bert", "peft")
 
 FOR_SERVERS = {
@@ -61,7 +61,7 @@ _READ_AT_LOAD = (
     "PYTHON",
     "TORCH_",
 )
-"""Variables by which servers differ: Python and libraries read them when they are loaded."""
+"""Each combination of these variables gets its own server: Python and libraries read them when they are loaded."""
 _READ_BY_TRANSFORMERS = ("ACCELERATE_", "HF_", "TRANSFORMERS_")
 _HARMLESS = (
     "OMP_NUM_THREADS",  # applied when a program imports torch, as is the next
@@ -71,13 +71,13 @@ _HARMLESS = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 _OF_PYTHON = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "PYTHONWARNINGS")
-"""Python's variables that a server can be started with; others change its streams or its ways."""
+"""Python's variables that a server can be started with; others change its streams or its behaviour."""
 _ROOM = 1 << 16
-"""Bytes kept for the command line, and for the variables, that /proc shows of a process."""
+"""Bytes reserved for the command line, and for the environment, that /proc shows."""
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """subprocess.Popen with a warm start. `transformers`: that is imported as well."""
+    """subprocess.Popen by a fork. `transformers`: from a server that has imported transformers as well."""
 
     def __init__(self, args: Any, *rest: Any, transformers: bool = False, **options: Any) -> None:
         self._modules = TRANSFORMERS if transformers else ()
@@ -89,7 +89,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def run(*args: Any, **options: Any) -> subprocess.CompletedProcess[Any]:
-    """subprocess.run with a warm start."""
+    """subprocess.run by a fork."""
     done: subprocess.CompletedProcess[Any] = _run(*args, **options)
     return done
 
@@ -99,7 +99,7 @@ _run.__kwdefaults__ = subprocess.run.__kwdefaults__
 
 
 class Server:
-    """The end of the caller: the socket on which a server takes requests."""
+    """The caller's side of a server: the socket that requests are sent on."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -136,7 +136,7 @@ def _read_at_load(variables: Mapping[str, str], modules: tuple[str, ...]) -> dic
 
 
 def _fork_instead(process: Any, settings: Sequence[Any], server: Any) -> bool:
-    """Starts what `_execute_child` of subprocess.Popen was asked to start, if a fork can; says whether it did."""
+    """In place of subprocess.Popen's `_execute_child`: starts the command if a fork can; returns whether it did."""
     args, executable, before, _, passed, directory, variables, _, _, shell, *pipes = settings[:16]
     signals, *user, mask, session = settings[16:22]
     variables = os.environ if variables is None else variables
@@ -154,7 +154,7 @@ def _fork_instead(process: Any, settings: Sequence[Any], server: Any) -> bool:
     given = [wanted if wanted != -1 else own for own, wanted in enumerate((pipes[0], pipes[3], pipes[5]))]
     with contextlib.suppress(OSError):
         for descriptor in given:
-            os.fstat(descriptor)  # a closed stream cannot be handed over
+            os.fstat(descriptor)  # a closed stream cannot be passed on
         found = server(plain)
         if found is None:
             return False
@@ -166,7 +166,7 @@ def _fork_instead(process: Any, settings: Sequence[Any], server: Any) -> bool:
 
 
 def _host_of(words: list[str]) -> tuple[int, list[str]]:
-    """A process in whose namespaces the command is to run, as rig.Rig writes it for nsenter, or 0; and the command."""
+    """The process whose namespaces an nsenter command of rig.Rig enters, or 0; and the command that it runs there."""
     if words[0] != "nsenter" or [word.partition("=")[0] for word in words[3:9]] != _NAMESPACES:
         return 0, words
     return int(words[2]), words[9:]
@@ -193,14 +193,14 @@ def _request(words: list[str], variables: dict[str, str], directory: str, *, ses
 
 
 def _possible(words: Sequence[str], variables: Mapping[str, str]) -> bool:
-    """Whether a fork can give what a command and its variables ask for."""
+    """Whether a fork can run this command with this environment."""
     ours = sys.platform == "linux" and platform.machine() == "x86_64" and words[0] == sys.executable
     other = any(k.startswith(("LD_", "PYTHON")) and k not in _OF_PYTHON for k in variables)
     return ours and not other and _entry(words) is not None
 
 
 def _entry(words: Sequence[str]) -> tuple[str, int] | None:
-    """Which way to start Python, and how many words it takes; None for anything unusual."""
+    """How Python is started (script, -c or -m) and the number of arguments that takes; None for other forms."""
     if len(words) > 2 and words[1] in ("-c", "-m"):
         return words[1], 3
     if len(words) > 1 and not words[1].startswith("-") and os.path.splitext(words[1])[1] == ".py":
@@ -222,13 +222,13 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def serve() -> None:
-    """Imports, waits for requests, forks. Returns in no process but a forked one, after its program."""
+    """Imports, waits for requests, forks. Returns only in forked processes, after their program has ended."""
     for name in (*TORCH, *OTHERS, *sys.argv[2:-1]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     connection = socket.socket(fileno=os.dup(0))
     variables = dict(os.environ)
-    ctypes.CDLL(None).clearenv()  # copies of them, so that their places can be used for those that /proc shows
+    ctypes.CDLL(None).clearenv()  # copies, so that the original memory can be used for what /proc shows
     for name, value in variables.items():
         os.putenv(name, value)
     _imported.update(sys.modules)
@@ -236,15 +236,15 @@ def serve() -> None:
     _rest_of_path.extend(sys.path[2:])
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_imported))
     gc.collect()
-    gc.freeze()  # their pages stay shared
+    gc.freeze()  # so that their pages stay shared
     _begin_and_run(_wait_for_request(connection))
 
 
 _imported: dict[str, types.ModuleType] = {}
 
 
-def _spare_them() -> None:
-    """At the end of a process, Python does not take apart what was imported in advance: 0.3 s for copies of shared pages."""
+def _keep_imported() -> None:
+    """Keeps Python from freeing modules that were imported in advance at exit, which copies shared pages (0.3 s)."""
     for name in _imported:
         if name.partition(".")[0] not in sys.stdlib_module_names:
             sys.modules.pop(name, None)
@@ -272,11 +272,11 @@ def _wait_for_request(connection: socket.socket) -> dict[str, Any]:
 
 
 def _fork_sibling() -> int:
-    """As os.fork, but the new process is a child of this one's parent."""
+    """Like os.fork, but the new process is a child of this one's parent."""
     python, libc = ctypes.pythonapi, ctypes.PyDLL(None)
     libc.syscall.restype = libc.pthread_self.restype = ctypes.c_long
     parent, child_sets, child_clears, number = 0x8000, 0x1000000, 0x200000, 56  # linux/sched.h; x86-64's clone
-    thread_id = libc.pthread_self() + 720  # where glibc keeps it; its own fork, too, has the kernel write it there
+    thread_id = libc.pthread_self() + 720  # where glibc stores the thread id, as its own fork does
     known = ctypes.c_int.from_address(thread_id).value == os.getpid()
     flags = parent | signal.SIGCHLD | ((child_sets | child_clears) if known else 0)
     python.PyOS_BeforeFork()
@@ -291,7 +291,7 @@ def _fork_sibling() -> int:
 
 
 class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds torch, which is imported already; makes it look as if that happened when a program asks for it."""
+    """An import finder that hides the imported torch until a program imports it."""
 
     def __init__(self) -> None:
         self.modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
@@ -315,16 +315,16 @@ class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module)["__spec__"] = self.specs[module.__name__]
         if module.__name__ != "torch":
             return
-        before = sys.meta_path[: sys.meta_path.index(self)]  # hooks of a program that waits for some of these modules
+        before = sys.meta_path[: sys.meta_path.index(self)]  # import hooks of a program for some of these modules
         for name, other in self.modules.items():
             if name != "torch" and any(finder.find_spec(name, None) for finder in before):
                 importlib.import_module(name)
             else:
                 sys.modules[name] = other
         sys.meta_path.remove(self)
-        asked, cpus = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0], os.sched_getaffinity(0)
-        if asked.isdigit() or cpus != self.cpus:
-            module.set_num_threads(min(int(asked or len(cpus)), len(cpus)))
+        threads, cpus = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0], os.sched_getaffinity(0)
+        if threads.isdigit() or cpus != self.cpus:
+            module.set_num_threads(min(int(threads or len(cpus)), len(cpus)))
         module.seed()
         _set_log_level(os.environ.get("TORCH_CPP_LOG_LEVEL", ""))
         if module._is_device_backend_autoload_enabled():
@@ -332,7 +332,7 @@ class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _set_log_level(name: str) -> None:
-    """torch reads it when it is loaded."""
+    """Applies TORCH_CPP_LOG_LEVEL, which torch reads when it is loaded."""
     level = {"INFO": 0, "WARNING": 1, "ERROR": 2, "FATAL": 3}.get(name)
     if level is not None:
         library = sys.modules["torch"].__path__[0] + "/lib/libc10.so"
@@ -340,7 +340,7 @@ def _set_log_level(name: str) -> None:
 
 
 class _Instead(BaseException):
-    """Thrown by os.execve for another Python program, which this process then becomes."""
+    """Raised by the replaced os.execve for a Python program, which this process then runs."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.request = request
@@ -363,7 +363,7 @@ def _begin_and_run(request: dict[str, Any]) -> None:
 
 
 def _with_server_for_ranks(request: dict[str, Any]) -> dict[str, Any]:
-    """Forks a launcher's own server while it has no threads. Returns again in each rank, with the request for that rank."""
+    """Forks a server for a launcher while the launcher has no threads. Returns again in each rank, with its request."""
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
@@ -383,7 +383,7 @@ def _with_server_for_ranks(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _begin(request: dict[str, Any]) -> None:
-    atexit.register(_spare_them)  # the first one here is called last
+    atexit.register(_keep_imported)  # the first one here is called last
     if request["session"]:
         os.setsid()
     os.sched_setaffinity(0, request["cpus"])
@@ -409,11 +409,11 @@ def _begin(request: dict[str, Any]) -> None:
         setattr(sys, f"__{name}__", stream)
     os.execve = _execve
     sys.modules["numpy"].random.seed()
-    tempfile.tempdir = None  # may have been asked for already
+    tempfile.tempdir = None  # may have been computed already
 
 
 def _execve(path: str, words: list[str], variables: dict[str, str]) -> NoReturn:
-    """Becomes another Python program; by the real execve if that has to be."""
+    """Runs another Python program in this process; calls the real execve for anything else."""
     hidden = "torch" not in sys.modules
     if (
         path == words[0]
@@ -429,7 +429,7 @@ _stock_execve = os.execve
 
 
 def _show_in_proc(words: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Puts them where the kernel looks for the command line and the variables of a process."""
+    """Writes them where the kernel reads the command line and the environment of a process."""
     with open("/proc/self/stat") as file:
         places = [int(word) for word in file.read().rpartition(")")[2].split()[45:49]]
     texts = words, [f"{name}={value}" for name, value in variables.items()]
@@ -440,7 +440,7 @@ def _show_in_proc(words: Sequence[str], variables: Mapping[str, str]) -> None:
 
 
 def _run_program(words: list[str]) -> None:
-    """As Python does it; the end of the process, too, is then Python's own."""
+    """Runs a program as Python does, including its exit."""
     found = _entry(words)
     assert found is not None
     kind, count = found
