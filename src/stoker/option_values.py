@@ -11,7 +11,7 @@ import argparse
 from typing import Any
 
 from stoker.numbers import finite_number, whole_number
-from stoker.requires import require, supported
+from stoker.requires import drop_unsupported, require
 
 __all__ = ["MOST", "StrictValues", "amount", "count", "is_text", "many", "number", "path", "port", "seconds", "whole"]
 
@@ -20,8 +20,6 @@ MOST = 65536
 _LARGEST = 1e15
 """Of prices, parameters and microseconds: products of several of them stay finite."""
 _YEAR = 366 * 24 * 3600
-
-supported("option values")  # else `_get_value` below would never be called
 
 
 def is_text(word: str) -> bool:
@@ -33,6 +31,7 @@ def is_text(word: str) -> bool:
     return "\0" not in word
 
 
+@drop_unsupported
 class StrictValues(argparse.ArgumentParser):
     """Rejects inf, NaN, whole numbers beyond 64 bits, and text that is not UTF-8, for every option."""
 
