@@ -190,11 +190,13 @@ STOKER_API int32_t stoker_cross_entropy_block(float* logits, const int64_t* labe
 
 // --- Attention -----------------------------------------------------------------------------------------------------------
 
-// out = dropout(softmax(scale * q k^T + bias)) v within each sequence; sequences lie end to end without padding. heads is a
-// multiple of kv_heads. With cosine and sine, q and k are rotated as they are read, and their gradients rotated back.
+// out = dropout(softmax(cap(scale * q k^T) + bias)) v within each sequence; sequences lie end to end without padding. heads is a
+// multiple of kv_heads. cap(s) = softcap * tanh(s / softcap). A head's sink is one more score of every query, for a key without a
+// value: it only adds to the sum of exponentials. With cosine and sine, the first 2 * rotary_half numbers of q and k are rotated
+// as they are read, and their gradients rotated back.
 typedef struct stoker_attention_call {
   const void* q;        // (tokens, heads, head_size), by the strides below; the last dimension is dense
-  const void* k;        // (tokens, kv_heads, head_size), likewise
+  const void* k;        // (key tokens, kv_heads, head_size), likewise
   const void* v;        // as k
   void* out;            // (tokens, heads, head_size), dense; written by forward, read by backward
   float* lse;           // (tokens, heads): log of the sum of exponentials; written by forward, read by backward
@@ -202,21 +204,24 @@ typedef struct stoker_attention_call {
   void* dq;             // backward only: strides as q
   void* dk;             // backward only: strides as k
   void* dv;             // backward only: strides as v
-  const float* bias;    // (heads, bias_length, bias_length) or null
-  float* dbias;         // backward only: (bias_groups, heads, bias_length, bias_length), zeroed by the caller, or null
+  const float* bias;    // (heads, bias_rows, bias_columns) or null: rows are queries, columns keys
+  float* dbias;         // backward only: (bias_groups, heads, bias_rows, bias_columns), zeroed by the caller, or null
+  const float* sinks;   // (heads) or null
+  float* dsinks;        // backward only: (heads), or null; needs sinks
   float* dq_parts;      // backward only: (key chunks, tokens, heads, head_size); null if no sequence exceeds a key chunk
-  const float* cosine;  // (tokens, head_size / 2) or null
+  const float* cosine;  // (tokens, rotary_half) or null; null if keys have lengths of their own
   const float* sine;    // as cosine
-  const int64_t* starts;  // (sequences + 1) cumulative lengths, from 0
-  int64_t sequences, heads, kv_heads, head_size, bias_length, bias_groups;
+  const int64_t* starts;      // (sequences + 1) cumulative lengths, from 0
+  const int64_t* key_starts;  // the same for k and v: the address of starts, or lengths of their own (cross attention)
+  int64_t sequences, heads, kv_heads, head_size, rotary_half, bias_rows, bias_columns, bias_groups;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
-  int64_t left, right;  // how many keys before and after its own position a query sees
+  int64_t left, right;  // how many keys before and after its own position a query sees; 2^62 each if keys have own lengths
   uint64_t key;         // of the dropout
-  float scale, p;
+  float scale, softcap, p;  // softcap: 0 if scores are not capped
   int32_t dtype, threads;
 } stoker_attention_call;
 
-// Keys per key chunk, for the size of dq_parts: a sequence has ceil(length / this) of them.
+// Keys per key chunk, for the size of dq_parts: a sequence has ceil(keys / this) of them.
 STOKER_API int64_t stoker_attention_key_chunk(void);
 
 STOKER_API int32_t stoker_attention_forward(const stoker_attention_call* call);

@@ -1,6 +1,6 @@
 // Attention over sequences of different lengths, laid end to end without padding.
 //
-//   P = softmax(scale * Q K^T + bias), O = dropout(P) V, one sequence and head at a time.
+//   P = softmax(cap(scale * Q K^T) + bias), O = dropout(P) V, one sequence and head at a time.
 //
 // Scores exist only as a block of 64 queries by at most 512 keys in cache. Forward keeps the output and the log of each row's
 // sum of exponentials; backward computes the blocks again. Work is cut into tasks by shape alone, and every sum runs in a
@@ -31,10 +31,10 @@ constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 template <typename Scalar>
 void load_rows(const Scalar* from, int64_t token_stride, int64_t first, int64_t count, const stoker_attention_call& call,
                bool rotate, float scale, float* to) {
-  const int64_t size = call.head_size, half = size / 2;
+  const int64_t size = call.head_size, half = rotate && call.cosine ? call.rotary_half : 0;
   for (int64_t row = 0; row < count; ++row, to += size) {
     const Scalar* source = from + (first + row) * token_stride;
-    if (rotate && call.cosine) {
+    if (half) {
       const float* cosine = call.cosine + (first + row) * half;
       const float* sine = call.sine + (first + row) * half;
 #pragma omp simd
@@ -43,10 +43,9 @@ void load_rows(const Scalar* from, int64_t token_stride, int64_t first, int64_t 
         to[i] = x * cosine[i] - y * sine[i];
         to[half + i] = y * cosine[i] + x * sine[i];
       }
-    } else {
-#pragma omp simd
-      for (int64_t i = 0; i < size; ++i) to[i] = load(source[i]) * scale;
     }
+#pragma omp simd
+    for (int64_t i = 2 * half; i < size; ++i) to[i] = load(source[i]) * scale;
   }
 }
 
@@ -54,10 +53,10 @@ void load_rows(const Scalar* from, int64_t token_stride, int64_t first, int64_t 
 template <typename Scalar>
 void store_rows(const float* from, int64_t from_stride, int64_t first, int64_t count, const stoker_attention_call& call, bool rotate,
                 float scale, Scalar* to, int64_t token_stride) {
-  const int64_t size = call.head_size, half = size / 2;
+  const int64_t size = call.head_size, half = rotate && call.cosine ? call.rotary_half : 0;
   for (int64_t row = 0; row < count; ++row, from += from_stride) {
     Scalar* target = to + (first + row) * token_stride;
-    if (rotate && call.cosine) {
+    if (half) {
       const float* cosine = call.cosine + (first + row) * half;
       const float* sine = call.sine + (first + row) * half;
 #pragma omp simd
@@ -66,12 +65,26 @@ void store_rows(const float* from, int64_t from_stride, int64_t first, int64_t c
         store(target + i, x * cosine[i] + y * sine[i]);
         store(target + half + i, y * cosine[i] - x * sine[i]);
       }
-    } else {
-#pragma omp simd
-      for (int64_t i = 0; i < size; ++i) store(target + i, from[i] * scale);
     }
+#pragma omp simd
+    for (int64_t i = 2 * half; i < size; ++i) store(target + i, from[i] * scale);
   }
 }
+
+template <typename A, typename B>
+float dot(const A* a, const B* b, int64_t size) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; ++i) sum += load(a[i]) * load(b[i]);
+  return sum;
+}
+
+// The rows of one sequence among those of all.
+struct Span {
+  int64_t start, length;
+};
+
+Span span(const int64_t* starts, int64_t sequence) { return {starts[sequence], starts[sequence + 1] - starts[sequence]}; }
 
 // The keys of [first, last) that a query at `position` may see.
 struct KeyRange {
@@ -84,10 +97,21 @@ KeyRange visible(const stoker_attention_call& call, int64_t first_query, int64_t
           call.right >= last - last_query ? last : std::min(last, last_query + call.right + 1)};
 }
 
-// Adds the bias to a row of scores and puts -inf where `query` may not look. `scores` stands for keys [begin, end).
-void finish_scores(const stoker_attention_call& call, int64_t head, int64_t query, int64_t begin, int64_t end, float* scores) {
+// Caps a row of scores, adds the bias and puts -inf where `query` may not look. `scores` stands for keys [begin, end).
+// Where scores are capped, `slopes` gets the derivative of the cap.
+void finish_scores(const stoker_attention_call& call, int64_t head, int64_t query, int64_t begin, int64_t end, float* scores,
+                   float* slopes) {
+  if (call.softcap > 0.0f) {
+    const float cap = call.softcap, inverse = 1.0f / cap;
+#pragma omp simd
+    for (int64_t j = 0; j < end - begin; ++j) {
+      const float t = tanh(scores[j] * inverse);
+      slopes[j] = 1.0f - t * t;
+      scores[j] = cap * t;
+    }
+  }
   if (call.bias) {
-    const float* bias = call.bias + (head * call.bias_length + query) * call.bias_length + begin;
+    const float* bias = call.bias + (head * call.bias_rows + query) * call.bias_columns + begin;
 #pragma omp simd
     for (int64_t j = 0; j < end - begin; ++j) scores[j] += bias[j];
   }
@@ -112,12 +136,11 @@ struct ForwardTask {
 template <typename Scalar>
 void forward_task(const stoker_attention_call& call, const Dropout& dropout, const ForwardTask& task) {
   const int64_t size = call.head_size, width = round_up(size, kPanel);
-  const int64_t start = call.starts[task.sequence], length = call.starts[task.sequence + 1] - start;
-  const int64_t queries = std::min(kQueryChunk, length - task.first_query);
+  const Span own = span(call.starts, task.sequence), other = span(call.key_starts, task.sequence);
+  const int64_t start = own.start, key_start = other.start, key_length = other.length;
+  const int64_t queries = std::min(kQueryChunk, own.length - task.first_query);
   const int64_t kv_head = task.head / (call.heads / call.kv_heads);
   const Scalar* q = static_cast<const Scalar*>(call.q) + task.head * call.q_head;
-  const Scalar* k = static_cast<const Scalar*>(call.k) + kv_head * call.k_head;
-  const Scalar* v = static_cast<const Scalar*>(call.v) + kv_head * call.v_head;
 
   Scratch& scratch = Scratch::of_this_thread();
   scratch.reserve(kKeyBlock * size * 2 + kKeyBlock * width + kQueryBlock * (size + kScoreStride) + kQueryChunk * (width + 2) +
@@ -133,15 +156,19 @@ void forward_task(const stoker_attention_call& call, const Dropout& dropout, con
   float* factor_buffer = scratch.take(kKeyBlock + 2 * kRandomGroup);
 
   std::fill(sums, sums + queries * width, 0.0f);
-  std::fill(row_max, row_max + queries, kNegativeInfinity);
-  std::fill(row_sum, row_sum + queries, 0.0f);
+  // The sink is the first score of each row, and its own exponential the first of the sum.
+  const float sink = call.sinks ? call.sinks[task.head] : kNegativeInfinity;
+  std::fill(row_max, row_max + queries, sink);
+  std::fill(row_sum, row_sum + queries, sink == kNegativeInfinity ? 0.0f : 1.0f);
 
-  const KeyRange all = visible(call, task.first_query, task.first_query + queries - 1, 0, length);
+  const KeyRange all = visible(call, task.first_query, task.first_query + queries - 1, 0, key_length);
   for (int64_t first_key = all.begin / kKeyBlock * kKeyBlock; first_key < all.end; first_key += kKeyBlock) {
-    const int64_t keys = std::min(kKeyBlock, length - first_key);
-    load_rows(k, call.k_token, start + first_key, keys, call, true, 1.0f, rows);
+    const int64_t keys = std::min(kKeyBlock, key_length - first_key);
+    const Scalar* k = static_cast<const Scalar*>(call.k) + kv_head * call.k_head;
+    const Scalar* v = static_cast<const Scalar*>(call.v) + kv_head * call.v_head;
+    load_rows(k, call.k_token, key_start + first_key, keys, call, true, 1.0f, rows);
     pack_columns(rows, size, size, keys, key_panels);
-    pack_rows(v + (start + first_key) * call.v_token, call.v_token, keys, size, value_panels);
+    pack_rows(v + (key_start + first_key) * call.v_token, call.v_token, keys, size, value_panels);
 
     for (int64_t first = 0; first < queries; first += kQueryBlock) {
       const int64_t count = std::min(kQueryBlock, queries - first), query = task.first_query + first;
@@ -155,7 +182,7 @@ void forward_task(const stoker_attention_call& call, const Dropout& dropout, con
 
       for (int64_t i = 0; i < count; ++i) {
         float* row = scores + i * kScoreStride;
-        finish_scores(call, task.head, query + i, range.begin, range.end, row);
+        finish_scores(call, task.head, query + i, range.begin, range.end, row, factor_buffer);  // slopes are not needed here
         float highest = row_max[first + i];
 #pragma omp simd reduction(max : highest)
         for (int64_t j = 0; j < seen; ++j) highest = row[j] > highest ? row[j] : highest;
@@ -218,14 +245,13 @@ class Backward {
         group_(call.heads / call.kv_heads) {}
 
   void run(int64_t sequence, const BackwardTask& task) {
-    start_ = call_.starts[sequence];
-    length_ = call_.starts[sequence + 1] - start_;
-    const int64_t chunk_begin = task.chunk * kKeyChunk, chunk_end = std::min(length_, chunk_begin + kKeyChunk);
-    if (chunk_begin >= length_) return;
+    queries_ = span(call_.starts, sequence);
+    keys_ = span(call_.key_starts, sequence);
+    const int64_t chunk_begin = task.chunk * kKeyChunk, chunk_end = std::min(keys_.length, chunk_begin + kKeyChunk);
     kv_head_ = task.kv_head;
     bias_group_ = task.bias_group;
     reserve();
-    std::fill(dq_, dq_ + group_ * length_ * width_, 0.0f);
+    std::fill(dq_, dq_ + group_ * queries_.length * width_, 0.0f);
     for (int64_t first_key = chunk_begin; first_key < chunk_end; first_key += kKeyBlock)
       key_block(first_key, std::min(kKeyBlock, chunk_end - first_key));
     write_dq(task.chunk);
@@ -235,7 +261,7 @@ class Backward {
   void reserve() {
     Scratch& scratch = Scratch::of_this_thread();
     scratch.reserve(kKeyBlock * (4 * size_ + 3 * width_) + kQueryBlock * (2 * size_ + 2 * width_ + 2 * kScoreStride + 1) +
-                    group_ * length_ * width_ + kKeyBlock + 2 * kRandomGroup + 2048);
+                    group_ * queries_.length * width_ + 2 * kKeyBlock + 2 * kRandomGroup + 2048);
     rows_ = scratch.take(kKeyBlock * size_);
     key_columns_ = scratch.take(kKeyBlock * size_);
     value_columns_ = scratch.take(kKeyBlock * size_);
@@ -250,31 +276,33 @@ class Backward {
     dscores_ = scratch.take(kQueryBlock * kScoreStride);
     delta_ = scratch.take(kQueryBlock);
     factors_ = scratch.take(kKeyBlock + 2 * kRandomGroup);
-    dq_ = scratch.take(group_ * length_ * width_);
+    slopes_ = scratch.take(kKeyBlock);
+    dq_ = scratch.take(group_ * queries_.length * width_);
   }
 
   void key_block(int64_t first_key, int64_t keys) {
     const Scalar* k = static_cast<const Scalar*>(call_.k) + kv_head_ * call_.k_head;
     const Scalar* v = static_cast<const Scalar*>(call_.v) + kv_head_ * call_.v_head;
-    load_rows(k, call_.k_token, start_ + first_key, keys, call_, true, 1.0f, rows_);
+    const int64_t first = keys_.start + first_key;
+    load_rows(k, call_.k_token, first, keys, call_, true, 1.0f, rows_);
     pack_columns(rows_, size_, size_, keys, key_columns_);
     pack_rows(rows_, size_, keys, size_, key_rows_);
-    load_rows(v, call_.v_token, start_ + first_key, keys, call_, false, 1.0f, rows_);
+    load_rows(v, call_.v_token, first, keys, call_, false, 1.0f, rows_);
     pack_columns(rows_, size_, size_, keys, value_columns_);
     std::fill(dk_, dk_ + keys * width_, 0.0f);
     std::fill(dv_, dv_ + keys * width_, 0.0f);
     for (int64_t member = 0; member < group_; ++member) {
       // Queries that may see this block: the window seen from the key's side.
-      const int64_t last_key = first_key + keys - 1;
+      const int64_t last_key = first_key + keys - 1, length = queries_.length;
       const int64_t from = first_key - std::min(first_key, call_.right);
-      const int64_t to = call_.left >= length_ - last_key ? length_ : std::min(length_, last_key + call_.left + 1);
+      const int64_t to = call_.left >= length - last_key ? length : std::min(length, last_key + call_.left + 1);
       for (int64_t query = from / kQueryBlock * kQueryBlock; query < to; query += kQueryBlock)
-        query_block(member, query, std::min(kQueryBlock, length_ - query), first_key, keys);
+        query_block(member, query, std::min(kQueryBlock, length - query), first_key, keys);
     }
     Scalar* dk = static_cast<Scalar*>(call_.dk) + kv_head_ * call_.k_head;
     Scalar* dv = static_cast<Scalar*>(call_.dv) + kv_head_ * call_.v_head;
-    store_rows(dk_, width_, start_ + first_key, keys, call_, true, 1.0f, dk, call_.k_token);
-    store_rows(dv_, width_, start_ + first_key, keys, call_, false, 1.0f, dv, call_.v_token);
+    store_rows(dk_, width_, first, keys, call_, true, 1.0f, dk, call_.k_token);
+    store_rows(dv_, width_, first, keys, call_, false, 1.0f, dv, call_.v_token);
   }
 
   void query_block(int64_t member, int64_t query, int64_t count, int64_t first_key, int64_t keys) {
@@ -293,11 +321,11 @@ class Backward {
     multiply<true>(seen, size_, count, scores_, 1, kScoreStride, dout_panels_, kPanel * count, dv_ + offset * width_, width_);
     multiply<true>(seen, size_, count, dscores_, 1, kScoreStride, query_panels_, kPanel * count, dk_ + offset * width_, width_);
     multiply<true>(count, size_, seen, dscores_, kScoreStride, 1, key_rows_ + offset * kPanel, kPanel * keys,
-                   dq_ + (member * length_ + query) * width_, width_);
+                   dq_ + (member * queries_.length + query) * width_, width_);
   }
 
   void load_queries(int64_t head, int64_t query, int64_t count) {
-    const int64_t dense = call_.heads * size_, first = start_ + query;
+    const int64_t dense = call_.heads * size_, first = queries_.start + query;
     const Scalar* q = static_cast<const Scalar*>(call_.q) + head * call_.q_head;
     const Scalar* dout = static_cast<const Scalar*>(call_.dout) + head * size_;
     const Scalar* out = static_cast<const Scalar*>(call_.out) + head * size_;
@@ -305,19 +333,13 @@ class Backward {
     load_rows(dout, dense, first, count, call_, false, 1.0f, dout_);
     pack_rows(query_, size_, count, size_, query_panels_);
     pack_rows(dout_, size_, count, size_, dout_panels_);
-    for (int64_t i = 0; i < count; ++i) {
-      const Scalar* row = out + (first + i) * dense;
-      float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t j = 0; j < size_; ++j) sum += load(row[j]) * dout_[i * size_ + j];
-      delta_[i] = sum;
-    }
+    for (int64_t i = 0; i < count; ++i) delta_[i] = dot(out + (first + i) * dense, dout_ + i * size_, size_);
   }
 
   // On entry a row of Q K^T and of dO V^T; on exit the dropped-out probabilities and the gradient of the scores.
   void score_gradient(int64_t head, int64_t query, KeyRange range, float* scores, float* dscores, float delta) {
-    const int64_t seen = range.end - range.begin, token = start_ + query;
-    finish_scores(call_, head, query, range.begin, range.end, scores);
+    const int64_t seen = range.end - range.begin, token = queries_.start + query;
+    finish_scores(call_, head, query, range.begin, range.end, scores, slopes_);
     const float lse = call_.lse[token * call_.heads + head];
     const float base = lse == kNegativeInfinity ? 0.0f : lse;
     if (dropout_.active()) {
@@ -338,24 +360,29 @@ class Backward {
       }
     }
     if (call_.dbias) {
-      float* dbias = call_.dbias + ((bias_group_ * call_.heads + head) * call_.bias_length + query) * call_.bias_length +
+      float* dbias = call_.dbias + ((bias_group_ * call_.heads + head) * call_.bias_rows + query) * call_.bias_columns +
                      range.begin;
 #pragma omp simd
       for (int64_t j = 0; j < seen; ++j) dbias[j] += dscores[j];
     }
+    if (call_.softcap > 0.0f) {
+#pragma omp simd
+      for (int64_t j = 0; j < seen; ++j) dscores[j] *= slopes_[j];
+    }
   }
 
   void write_dq(int64_t chunk) {
+    if (!queries_.length) return;  // dq and dq_parts may be null where no sequence has a query
     const int64_t dense = call_.heads * size_, tokens = call_.starts[call_.sequences];
     for (int64_t member = 0; member < group_; ++member) {
       const int64_t head = kv_head_ * group_ + member;
-      const float* from = dq_ + member * length_ * width_;
-      if (length_ <= kKeyChunk) {
+      const float* from = dq_ + member * queries_.length * width_;
+      if (keys_.length <= kKeyChunk) {
         Scalar* dq = static_cast<Scalar*>(call_.dq) + head * call_.q_head;
-        store_rows(from, width_, start_, length_, call_, true, call_.scale, dq, call_.q_token);
+        store_rows(from, width_, queries_.start, queries_.length, call_, true, call_.scale, dq, call_.q_token);
       } else {
-        float* part = call_.dq_parts + chunk * tokens * dense + start_ * dense + head * size_;
-        for (int64_t i = 0; i < length_; ++i) std::copy(from + i * width_, from + i * width_ + size_, part + i * dense);
+        float* part = call_.dq_parts + chunk * tokens * dense + queries_.start * dense + head * size_;
+        for (int64_t i = 0; i < queries_.length; ++i) std::copy(from + i * width_, from + i * width_ + size_, part + i * dense);
       }
     }
   }
@@ -363,20 +390,25 @@ class Backward {
   const stoker_attention_call& call_;
   const Dropout& dropout_;
   const int64_t size_, width_, group_;
-  int64_t start_ = 0, length_ = 0, kv_head_ = 0, bias_group_ = 0;
+  Span queries_{}, keys_{};
+  int64_t kv_head_ = 0, bias_group_ = 0;
   float *rows_, *key_columns_, *value_columns_, *key_rows_, *dk_, *dv_, *query_, *dout_, *query_panels_, *dout_panels_;
-  float *scores_, *dscores_, *delta_, *factors_, *dq_;
+  float *scores_, *dscores_, *delta_, *factors_, *slopes_, *dq_;
 };
+
+// At least one: without keys the gradient of the queries is written too, as zeros.
+int64_t chunks_of(const stoker_attention_call& call, int64_t sequence) {
+  return std::max<int64_t>(1, (span(call.key_starts, sequence).length + kKeyChunk - 1) / kKeyChunk);
+}
 
 // Sums the parts that the key chunks of long sequences left, in the order of the chunks.
 template <typename Scalar>
 void combine_dq(const stoker_attention_call& call) {
   const int64_t dense = call.heads * call.head_size, tokens = call.starts[call.sequences];
   for (int64_t sequence = 0; sequence < call.sequences; ++sequence) {
-    const int64_t start = call.starts[sequence], length = call.starts[sequence + 1] - start;
-    if (length <= kKeyChunk) continue;
-    const int64_t chunks = (length + kKeyChunk - 1) / kKeyChunk;
-    parallel_ranges(length, call.threads, [&](int64_t begin, int64_t end) {
+    const int64_t start = call.starts[sequence], chunks = chunks_of(call, sequence);
+    if (chunks == 1) continue;
+    parallel_ranges(call.starts[sequence + 1] - start, call.threads, [&](int64_t begin, int64_t end) {
       for (int64_t token = start + begin; token < start + end; ++token) {
         float* row = call.dq_parts + token * dense;
         for (int64_t chunk = 1; chunk < chunks; ++chunk) {
@@ -392,14 +424,28 @@ void combine_dq(const stoker_attention_call& call) {
   }
 }
 
-// Longest first: the last tasks handed out should be short ones.
-std::vector<int64_t> by_length(const stoker_attention_call& call) {
+// The sink has the probability exp(sink - lse) and no value: its gradient is that of a score whose dO V^T is 0.
+template <typename Scalar>
+void sink_gradient(const stoker_attention_call& call) {
+  const int64_t size = call.head_size, rows = call.starts[call.sequences] * call.heads;
+  const Scalar *out = static_cast<const Scalar*>(call.out), *dout = static_cast<const Scalar*>(call.dout);
+  parallel_tasks(call.heads, call.threads, [&](int64_t head) {
+    double sum = 0.0;
+    for (int64_t row = head; row < rows; row += call.heads) {
+      const float lse = call.lse[row];
+      if (lse != kNegativeInfinity) sum -= exp(call.sinks[head] - lse) * dot(out + row * size, dout + row * size, size);
+    }
+    call.dsinks[head] = static_cast<float>(sum);
+  });
+}
+
+// Most work first: the last tasks handed out should be short ones.
+std::vector<int64_t> by_work(const stoker_attention_call& call) {
+  const auto work = [&](int64_t s) { return span(call.starts, s).length * span(call.key_starts, s).length; };
   std::vector<int64_t> order;
   for (int64_t s = 0; s < call.sequences; ++s)
-    if (call.starts[s + 1] > call.starts[s]) order.push_back(s);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return call.starts[a + 1] - call.starts[a] > call.starts[b + 1] - call.starts[b];
-  });
+    if (span(call.starts, s).length || span(call.key_starts, s).length) order.push_back(s);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return work(a) > work(b); });
   return order;
 }
 
@@ -407,8 +453,8 @@ template <typename Scalar>
 void forward(const stoker_attention_call& call) {
   const Dropout dropout(call.p, call.key);
   std::vector<ForwardTask> tasks;
-  for (int64_t sequence : by_length(call)) {
-    const int64_t length = call.starts[sequence + 1] - call.starts[sequence];
+  for (int64_t sequence : by_work(call)) {
+    const int64_t length = span(call.starts, sequence).length;
     for (int64_t head = 0; head < call.heads; ++head)
       for (int64_t query = 0; query < length; query += kQueryChunk) tasks.push_back({sequence, head, query});
   }
@@ -419,7 +465,7 @@ void forward(const stoker_attention_call& call) {
 template <typename Scalar>
 void backward(const stoker_attention_call& call) {
   const Dropout dropout(call.p, call.key);
-  const std::vector<int64_t> order = by_length(call);
+  const std::vector<int64_t> order = by_work(call);
   const int64_t count = static_cast<int64_t>(order.size());
   std::vector<BackwardTask> tasks;
   if (call.dbias) {
@@ -427,12 +473,10 @@ void backward(const stoker_attention_call& call) {
       for (int64_t head = 0; head < call.kv_heads; ++head)
         tasks.push_back({count * group / call.bias_groups, count * (group + 1) / call.bias_groups, head, -1, group});
   } else {
-    for (int64_t position = 0; position < count; ++position) {
-      const int64_t length = call.starts[order[position] + 1] - call.starts[order[position]];
+    for (int64_t position = 0; position < count; ++position)
       for (int64_t head = 0; head < call.kv_heads; ++head)
-        for (int64_t chunk = 0; chunk * kKeyChunk < length; ++chunk)
+        for (int64_t chunk = 0; chunk < chunks_of(call, order[position]); ++chunk)
           tasks.push_back({position, position + 1, head, chunk, 0});
-    }
   }
   parallel_tasks(static_cast<int64_t>(tasks.size()), call.threads, [&](int64_t index) {
     BackwardTask task = tasks[index];
@@ -443,12 +487,13 @@ void backward(const stoker_attention_call& call) {
         worker.run(sequence, task);
         continue;
       }
-      const int64_t length = call.starts[sequence + 1] - call.starts[sequence];
-      for (BackwardTask piece = {0, 0, task.kv_head, 0, task.bias_group}; piece.chunk * kKeyChunk < length; ++piece.chunk)
+      const int64_t chunks = chunks_of(call, sequence);
+      for (BackwardTask piece = {0, 0, task.kv_head, 0, task.bias_group}; piece.chunk < chunks; ++piece.chunk)
         worker.run(sequence, piece);
     }
   });
   if (call.dq_parts) combine_dq<Scalar>(call);
+  if (call.dsinks) sink_gradient<Scalar>(call);
 }
 
 }  // namespace

@@ -254,35 +254,71 @@ def attention(
     kv_heads: int,
     size: int,
     window: tuple[int, int] = (UNLIMITED, UNLIMITED),
-    rotary: bool = False,
+    rotary: int = 0,
     with_bias: bool = False,
+    with_sinks: bool = False,
+    softcap: float = 0.0,
     p: float = 0.0,
 ) -> Results:
+    """`rotary`: how many dimensions are rotated."""
     tokens, longest, width = sum(lengths), max(lengths), (heads + 2 * kv_heads) * size
     # q, k and v side by side, as one product gives them; the last element of v is the last before the fault.
     qkv, dqkv = chance.floats(tokens, width, dtype=dtype), native.empty((tokens, width), STORAGE[dtype])
     starts = native.place(np.cumsum((0, *lengths), dtype=np.int64))
     out, lse = native.empty((tokens, heads * size), STORAGE[dtype]), native.empty((tokens, heads), np.float32)
     k, v = heads * size, (heads + kv_heads) * size
-    angles = chance.floats(tokens, size // 2) if rotary else None
+    angles = chance.floats(tokens, rotary // 2) if rotary else None
     bias = chance.floats(heads, longest, longest) if with_bias else None
     alive = {
         "cosine": None if angles is None else native.place(np.clip(angles, -1, 1)),
         "sine": None if angles is None else native.place(np.clip(-angles, -1, 1)),
         "dbias": None if bias is None else native.place(np.zeros((2, *bias.shape), np.float32)),
+        "sinks": chance.floats(heads) if with_sinks else None,
+        "dsinks": native.empty(heads, np.float32) if with_sinks else None,
         "dq_parts": native.empty((-(-longest // native.call("attention_key_chunk")), *out.shape), np.float32),
     }
     call: dict[str, Any] = dict(
         q=qkv, k=qkv[:, k:], v=qkv[:, v:], out=out, lse=lse, dout=chance.floats(*out.shape, dtype=dtype),
-        dq=dqkv, dk=dqkv[:, k:], dv=dqkv[:, v:], bias=bias, starts=starts, sequences=len(lengths), heads=heads,
-        kv_heads=kv_heads, head_size=size, bias_length=longest, bias_groups=2, q_token=width, q_head=size, k_token=width,
-        k_head=size, v_token=width, v_head=size, left=window[0], right=window[1], key=KEY, scale=size**-0.5, p=p, dtype=dtype,
-        threads=THREADS, **alive,
+        dq=dqkv, dk=dqkv[:, k:], dv=dqkv[:, v:], bias=bias, starts=starts, key_starts=starts,
+        sequences=len(lengths), heads=heads, kv_heads=kv_heads, head_size=size, rotary_half=rotary // 2, bias_rows=longest,
+        bias_columns=longest, bias_groups=2, q_token=width, q_head=size, k_token=width, k_head=size, v_token=width, v_head=size,
+        left=window[0], right=window[1], key=KEY, scale=size**-0.5, softcap=softcap, p=p, dtype=dtype, threads=THREADS, **alive,
     )  # fmt: skip
     native.call("attention_forward", **call)
     native.call("attention_backward", **call)
-    results = {"out": out, "lse": lse, "dqkv": dqkv}
-    return results if bias is None else {**results, "dbias": alive["dbias"]}
+    wanted = {name: alive[name] for name in ("dbias", "dsinks") if alive[name] is not None}
+    return {"out": out, "lse": lse, "dqkv": dqkv, **wanted}
+
+
+def cross_attention(
+    native: Native,
+    chance: Chance,
+    dtype: int,
+    lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    heads: int,
+    size: int,
+) -> Results:
+    """Keys have lengths of their own; q, k and v lie apart, one key/value head for all."""
+    tokens, keys, rows, columns = sum(lengths), sum(key_lengths), max(lengths), max(key_lengths)
+    shapes = {"q": (tokens, heads * size), "k": (keys, size), "v": (keys, size), "out": (tokens, heads * size)}
+    results = {f"d{name}": native.empty(shapes[name], STORAGE[dtype]) for name in "qkv"}
+    results |= {"out": native.empty(shapes["out"], STORAGE[dtype]), "lse": native.empty((tokens, heads), np.float32)}
+    results["dbias"] = native.place(np.zeros((1, heads, rows, columns), np.float32))
+    chunks = -(-columns // native.call("attention_key_chunk"))
+    drawn = {name: chance.floats(*shapes[name], dtype=dtype) for name in "qkv"}
+    starts, key_starts = (native.place(np.cumsum((0, *n), dtype=np.int64)) for n in (lengths, key_lengths))
+    call: dict[str, Any] = dict(
+        dout=chance.floats(*shapes["out"], dtype=dtype), bias=chance.floats(heads, rows, columns),
+        dq_parts=native.empty((chunks, *shapes["out"]), np.float32), starts=starts, key_starts=key_starts,
+        sequences=len(lengths), heads=heads, kv_heads=1,
+        head_size=size, bias_rows=rows, bias_columns=columns, bias_groups=1, q_token=heads * size, q_head=size, k_token=size,
+        v_token=size, left=UNLIMITED, right=UNLIMITED, key=KEY, scale=size**-0.5, p=0.1, dtype=dtype, threads=THREADS,
+        **drawn, **results,
+    )  # fmt: skip
+    native.call("attention_forward", **call)
+    native.call("attention_backward", **call)
+    return results
 
 
 # --- products, sums, clipping -------------------------------------------------------------------------------------------
@@ -547,7 +583,7 @@ def _cases() -> Iterator[Case]:
     yield Case("cross entropy block", partial(cross_entropy_block, rows=5, columns=601))
 
     yield from _either("attention", attention, lengths=(1, 0, 71, 5), heads=2, kv_heads=2, size=33)
-    options = {"window": (UNLIMITED, 0), "rotary": True, "p": 0.1}
+    options = {"window": (UNLIMITED, 0), "rotary": 22, "p": 0.1}
     yield from _either(
         "attention, causal, rotary, grouped", attention, lengths=(37, 3), heads=4, kv_heads=2, size=22, **options
     )
@@ -560,6 +596,14 @@ def _cases() -> Iterator[Case]:
     )
     options = {"lengths": (2051,), "heads": 1, "kv_heads": 1, "size": 5, "window": (5, 3)}
     yield Case("attention, two chunks of keys", partial(attention, dtype=FP32, **options))
+    options = {"window": (23, 0), "rotary": 10, "with_bias": True, "with_sinks": True, "softcap": 1.3, "p": 0.1}
+    yield from _either(
+        "attention, softcap, sinks, partial rotary", attention, lengths=(67, 1), heads=2, kv_heads=1, size=19, **options
+    )
+    options = {"lengths": (1, 67, 0, 3), "key_lengths": (43, 5, 7, 2), "heads": 2, "size": 11}
+    yield from _either("cross attention", cross_attention, **options)
+    options = {"lengths": (3,), "key_lengths": (2051,), "heads": 1, "size": 5}
+    yield Case("cross attention, two chunks of keys", partial(cross_attention, dtype=FP32, **options))
 
     for order in ("nt", "nn", "tn"):
         yield from _either(f"product {order}", product, rows=29, columns=45, depths=(67,), order=order)
