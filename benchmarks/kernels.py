@@ -219,6 +219,14 @@ def loss_cases() -> Iterator[Case]:
         amount=6.0 * (masked >= 0).sum().item() * VOCABULARY * hidden,
         unit="GFLOP/s",
     )
+    x = leaf(len(labels), hidden)
+    yield Case(
+        "linear + cross entropy, soft cap, small",
+        step(lambda x, w: linear_cross_entropy(x, w, None, labels, softcap=30.0), [x, weight]),
+        step(lambda x, w: F.cross_entropy(30.0 * torch.tanh(F.linear(x, w) / 30.0), labels), [x, weight]),
+        amount=6.0 * len(labels) * VOCABULARY * hidden,
+        unit="GFLOP/s",
+    )
 
 
 def embedding_cases() -> Iterator[Case]:

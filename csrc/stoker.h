@@ -183,10 +183,19 @@ typedef struct stoker_cross_entropy_call {
 STOKER_API int32_t stoker_cross_entropy_forward(stoker_cross_entropy_call* call);
 STOKER_API int32_t stoker_cross_entropy_backward(const stoker_cross_entropy_call* call);
 
-// Loss (rows) and gradient of fp32 logits (rows, columns) in one pass; every label (rows) must be a column. With `scales`
-// (rows), not null, the gradient replaces the logits.
-STOKER_API int32_t stoker_cross_entropy_block(float* logits, const int64_t* labels, const float* scales, float* loss,
-                                              int64_t rows, int64_t columns, int32_t threads);
+// Loss and gradient of a block of fp32 logits, in place:  l = scale * logits, then softcap * tanh(l / softcap) if softcap is
+// not 0;  loss = (1 - s) (lse - l_label) + s (lse - mean(l)) + z_loss * lse^2,  s = label_smoothing,  lse = log(sum_j exp(l_j)).
+typedef struct stoker_cross_entropy_block_call {
+  float* logits;          // (rows, columns); overwritten: with `scales` by their gradient, else undefined
+  const int64_t* labels;  // (rows), each a column
+  const float* scales;    // (rows), the gradient of each row's loss; null if no gradient is wanted
+  float* loss;            // (rows)
+  int64_t rows, columns;
+  float scale, softcap, label_smoothing, z_loss;  // scale > 0; the others 0 or more
+  int32_t threads;
+} stoker_cross_entropy_block_call;
+
+STOKER_API int32_t stoker_cross_entropy_block(const stoker_cross_entropy_block_call* call);
 
 // --- Attention -----------------------------------------------------------------------------------------------------------
 
@@ -236,7 +245,8 @@ typedef struct stoker_operand {
   int32_t dtype;
 } stoker_operand;
 
-// c = sum over the terms of a_t b_t, plus bias. Several terms are the gradient of an input that several weights share.
+// c = sum over the terms of a_t b_t, plus bias, plus c itself if `accumulate`. Several terms are the gradient of an input that
+// several weights share.
 typedef struct stoker_product_call {
   const stoker_operand* a;  // (terms) matrices of (rows, depths[t])
   const stoker_operand* b;  // (terms) matrices of (depths[t], columns)
@@ -244,7 +254,7 @@ typedef struct stoker_product_call {
   void* c;                  // (rows, columns) of c_dtype, rows c_stride apart
   const void* bias;         // (columns) or null
   int64_t terms, rows, columns, c_stride;
-  int32_t c_dtype, bias_dtype, threads;
+  int32_t c_dtype, bias_dtype, accumulate, threads;
 } stoker_product_call;
 
 STOKER_API int32_t stoker_product(const stoker_product_call* call);

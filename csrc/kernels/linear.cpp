@@ -74,7 +74,7 @@ void pack_block(const stoker_operand& a, int64_t row, int64_t rows, int64_t from
   }
 }
 
-// A finished tile of fp32 sums into C, with the bias.
+// A finished tile of fp32 sums into C, with the bias, and with what is there already if the call accumulates.
 template <typename Scalar, typename Bias>
 void store_tile(const stoker_product_call& product, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* tile,
                 int64_t tile_stride) {
@@ -82,13 +82,18 @@ void store_tile(const stoker_product_call& product, int64_t row, int64_t rows, i
   for (int64_t i = 0; i < rows; ++i) {
     Scalar* to = static_cast<Scalar*>(product.c) + (row + i) * product.c_stride + column;
     const float* from = tile + i * tile_stride;
-    if (bias) {
+    const auto each = [&](auto&& value) {
 #pragma omp simd
-      for (int64_t j = 0; j < columns; ++j) store(to + j, from[j] + load(bias[column + j]));
-    } else {
-#pragma omp simd
-      for (int64_t j = 0; j < columns; ++j) store(to + j, from[j]);
-    }
+      for (int64_t j = 0; j < columns; ++j) store(to + j, value(j));
+    };
+    if (bias && product.accumulate)
+      each([&](int64_t j) { return load(to[j]) + (from[j] + load(bias[column + j])); });
+    else if (bias)
+      each([&](int64_t j) { return from[j] + load(bias[column + j]); });
+    else if (product.accumulate)
+      each([&](int64_t j) { return load(to[j]) + from[j]; });
+    else
+      each([&](int64_t j) { return from[j]; });
   }
 }
 

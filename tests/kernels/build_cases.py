@@ -224,19 +224,13 @@ def cross_entropy(native: Native, chance: Chance, dtype: int, rows: int, columns
     return results
 
 
-def cross_entropy_block(native: Native, chance: Chance, rows: int, columns: int) -> Results:
+def cross_entropy_block(native: Native, chance: Chance, rows: int, columns: int, **terms: float) -> Results:
     logits, labels = chance.floats(rows, columns, low=-9.0, high=9.0), chance.ids(rows, columns)
     loss, scales = native.empty(rows, np.float32), chance.floats(rows)
     native.call(
-        "cross_entropy_block",
-        logits=logits,
-        labels=labels,
-        scales=scales,
-        loss=loss,
-        rows=rows,
-        columns=columns,
-        threads=THREADS,
-    )
+        "cross_entropy_block", logits=logits, labels=labels, scales=scales, loss=loss, rows=rows, columns=columns,
+        threads=THREADS, **{"scale": 1.0, **terms},
+    )  # fmt: skip
     return {"loss": loss, "dlogits": logits}
 
 
@@ -334,6 +328,7 @@ def product(
     order: str,
     whole: bool = False,
     with_bias: bool = False,
+    accumulate: bool = False,
 ) -> Results:
     """`order` as in linear.py: "nt" forward, "nn" gradient of the input, "tn" gradient of the weight."""
     draw = chance.whole if whole else chance.floats
@@ -346,11 +341,11 @@ def product(
         right.append(_operand(native, b, order[1] == "n", dtype))
     operands = type(left[0]) * len(depths)
     a, b = operands(*left), operands(*right)
-    c = native.empty((rows, columns), STORAGE[dtype])
+    c = draw(rows, columns, dtype=dtype) if accumulate else native.empty((rows, columns), STORAGE[dtype])
     native.call(
         "product", a=a, b=b, depths=native.place(np.array(depths, np.int64)), terms=len(depths), rows=rows, columns=columns,
         c=c, c_stride=columns, bias=draw(columns) if with_bias else None, c_dtype=dtype, bias_dtype=FP32,
-        threads=THREADS,
+        accumulate=int(accumulate), threads=THREADS,
     )  # fmt: skip
     del kept
     return {"c": c}
@@ -580,7 +575,9 @@ def _cases() -> Iterator[Case]:
         yield from _either(f"embedding norm, p = {p}", embedding_norm, tokens=11, columns=77, p=p)
     for rows, columns in ((5, 37), (3, 1031)):
         yield from _either(f"cross entropy {rows} x {columns}", cross_entropy, rows=rows, columns=columns)
-    yield Case("cross entropy block", partial(cross_entropy_block, rows=5, columns=601))
+    terms = {"scale": 0.7, "label_smoothing": 0.1, "z_loss": 1e-3}
+    for kind, options in (("", {}), (", all terms", {**terms, "softcap": 5.0}), (", without cap", terms)):
+        yield Case(f"cross entropy block{kind}", partial(cross_entropy_block, rows=5, columns=601, **options))
 
     yield from _either("attention", attention, lengths=(1, 0, 71, 5), heads=2, kv_heads=2, size=33)
     options = {"window": (UNLIMITED, 0), "rotary": 22, "p": 0.1}
@@ -613,6 +610,7 @@ def _cases() -> Iterator[Case]:
     options = {"order": "nt", "whole": True, "with_bias": True}
     sizes = {"rows": 7, "columns": 35, "depths": (19, 3)}
     yield from _either("product of two terms, bias, whole numbers", product, exact=True, **sizes, **options)
+    yield from _either("product added, whole numbers", product, exact=True, **sizes, **options, accumulate=True)
     # One more than a tile has rows, columns and depth, by the ways for few and for many rows.
     for rows in (97, 257):
         sizes = {"rows": rows, "columns": 385, "depths": (257,)}

@@ -123,6 +123,18 @@ def test_a_row_does_not_depend_on_how_many_rows_there_are(dtype):
     assert torch.equal(linear(x[:1], weight, engine="stoker"), many[:1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("engine", products.ENGINES)
+def test_a_product_can_be_added_to_what_is_there(engine, dtype):
+    for rows, terms in ((5, 1), (300, 2)):
+        pairs = [(torch.randn(rows, 40).to(dtype), torch.randn(40, 70).to(dtype)) for _ in range(terms)]
+        before = torch.randn(rows, 70)
+        out = before.clone()
+        products.multiply(pairs, out, None, engine, accumulate=True)
+        want = before.double() + sum(a.double() @ b.double() for a, b in pairs)
+        assert distance(out, want) < (BF16 if dtype == torch.bfloat16 else FP32)
+
+
 def test_any_leading_dimensions_and_strides_work():
     x = torch.randn(3, 8, 5).transpose(1, 2)
     weight = torch.randn(8, 6).t()

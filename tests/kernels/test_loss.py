@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from kernels.plain import DTYPES, assert_near, check, leaf, random_cases
 from stoker.kernels import loss as module
+from stoker.kernels import products
 from stoker.kernels.loss import REDUCTIONS, cross_entropy, linear_cross_entropy
 
 
@@ -28,7 +31,29 @@ def compare(rows, classes, dtype, reduction, ignored=0.4, scale=3.0):
     )
 
 
-def compare_linear(rows, hidden, classes, dtype, reduction, bias=True, weights=torch.float32, ignored=0.4):
+TERMS = {
+    "softcap": {"softcap": 2.0},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 0.01},
+    "scale": {"scale": 0.3},
+    "softcap and scale": {"softcap": 1.5, "scale": 0.5},
+    "smoothing and z": {"label_smoothing": 0.2, "z_loss": 0.02},
+    "all": {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.005, "scale": 1.7},
+}
+
+
+def formula(x, w, b, labels, reduction, softcap=None, label_smoothing=0.0, z_loss=0.0, scale=1.0, divisor=1):
+    logits = scale * F.linear(x, w, b)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    losses = losses + (labels != -100) * z_loss * logits.logsumexp(-1).square()
+    if reduction == "none":
+        return losses
+    return losses[labels != -100].mean() if reduction == "mean" else losses.sum() / divisor
+
+
+def compare_linear(rows, hidden, classes, dtype, reduction, bias=True, weights=torch.float32, ignored=0.4, **terms):
     labels = some_labels(rows, classes, ignored)
     leaves = [
         leaf(rows, hidden, dtype=dtype),
@@ -36,8 +61,8 @@ def compare_linear(rows, hidden, classes, dtype, reduction, bias=True, weights=t
         leaf(classes, dtype=weights, seed=2) if bias else None,
     ]
     check(
-        lambda x, w, b: linear_cross_entropy(x, w, b, labels, reduction=reduction),
-        lambda x, w, b: F.cross_entropy(F.linear(x, w, b), labels, reduction=reduction),
+        lambda x, w, b: linear_cross_entropy(x, w, b, labels, reduction=reduction, **terms),
+        lambda x, w, b: formula(x, w, b, labels, reduction, **terms),
         leaves,
     )
 
@@ -67,6 +92,88 @@ def test_the_fused_head_works_through_several_blocks(monkeypatch, reduction):
 def test_the_fused_head_takes_bf16_weights():
     compare_linear(30, 20, 50, torch.bfloat16, "mean", weights=torch.bfloat16)
     compare_linear(30, 20, 50, torch.float32, "sum", weights=torch.bfloat16)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+def test_every_term_of_the_loss_is_that_of_the_formula(monkeypatch, terms, reduction):
+    for dtype, weights in itertools.product(DTYPES, DTYPES):
+        compare_linear(37, 24, 601, dtype, reduction, weights=weights, **terms)
+    compare_linear(1, 8, 33, torch.float32, reduction, bias=False, ignored=0.0, **terms)
+    compare_linear(3, 8, 33, torch.float32, reduction, ignored=1.0, **terms)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 4 * 601 * 7)  # seven rows of logits
+    for dtype in DTYPES:
+        compare_linear(37, 24, 601, dtype, reduction, weights=dtype, **terms)
+
+
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("engine", products.ENGINES)
+def test_logits_of_bf16_are_never_rounded(monkeypatch, engine, units):
+    """The losses are as exact as those of fp32, whatever the engine and the CPU; only gradients may be rounded."""
+    monkeypatch.setenv("STOKER_LINEAR_ENGINE", engine)
+    monkeypatch.setattr(products, "torch_has_bf16_units", lambda: units)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 4 * 501 * 7)
+    labels = some_labels(40, 501)
+    x, weight, bias = (leaf(*shape, dtype=torch.bfloat16) for shape in ((40, 64), (501, 64), (501,)))
+    got = linear_cross_entropy(x, weight, bias, labels, reduction="none", softcap=30.0)
+    assert_near(got, formula(x.double(), weight.double(), bias.double(), labels, "none", softcap=30.0), 1e-6)
+    compare_linear(40, 64, 501, torch.bfloat16, "mean", weights=torch.bfloat16)
+    compare_linear(40, 64, 501, torch.bfloat16, "sum", weights=torch.float32)
+    compare_linear(40, 64, 501, torch.float32, "sum", weights=torch.bfloat16)
+
+
+def largest_allocation(run):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    return max(event.self_cpu_memory_usage for event in profile.events())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_frozen_weight_is_neither_widened_nor_given_a_gradient(monkeypatch, dtype):
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 4 * 3000 * 7)
+    x, weight, labels = leaf(20, 64, dtype=dtype), leaf(3000, 64, dtype=dtype).detach(), some_labels(20, 3000)
+    assert largest_allocation(lambda: linear_cross_entropy(x, weight, None, labels).backward()) < weight.nbytes
+    terms = [1.0, 0.0, 0.0, 0.0]
+    arguments = (x.detach(), weight, None, labels, None, -100, 2, terms, True, False, False)
+    _, dx, dweight, dbias = torch.ops.stoker.linear_cross_entropy(*arguments)
+    assert (dx.shape, dweight.shape, dbias.shape) == (x.shape, (0,), (0,))
+
+
+def test_a_factor_on_the_loss_costs_no_second_gradient_of_the_weight():
+    x, weight, labels = leaf(20, 64), leaf(3000, 64), some_labels(20, 3000)
+    loss = linear_cross_entropy(x, weight, None, labels, reduction="sum") / 7
+    assert largest_allocation(loss.backward) < weight.nbytes
+
+
+@pytest.mark.parametrize("divisor", [7, 0.25, torch.tensor(7), torch.tensor(7.5)], ids=str)
+def test_the_divisor_is_that_of_the_sum(divisor):
+    labels = some_labels(20, 50)
+    check(
+        lambda x, w: linear_cross_entropy(x, w, None, labels, reduction="sum", divisor=divisor),
+        lambda x, w: formula(x, w, None, labels, "sum", divisor=divisor),
+        [leaf(20, 8), leaf(50, 8)],
+    )
+
+
+def test_a_cap_takes_logits_of_any_size():
+    """tanh is 1 or -1 there, with a slope of 0; near 0 it keeps all of its digits."""
+    weight, labels = torch.eye(4), torch.tensor([0, 1, 2, 3])
+    x = torch.tensor([[1e30, -1e30, 0, 1], [float("inf"), 3, -300, 2], [1e-6, 2e-6, 3e-7, 0], [30, 88, -88, 200.0]])
+    check(
+        lambda x: linear_cross_entropy(x, weight, None, labels, reduction="none", softcap=30.0),
+        lambda x: F.cross_entropy(30 * torch.tanh(x / 30), labels, reduction="none"),
+        [x.nan_to_num(posinf=3e38).requires_grad_()],
+    )
+    x = torch.linspace(-1e-3, 1e-3, 64)
+    losses = linear_cross_entropy(
+        x[:, None],
+        torch.tensor([[1.0], [0.0]]),
+        None,
+        torch.zeros(64, dtype=torch.int64),
+        reduction="none",
+        softcap=1e-3,
+    )
+    assert_near(losses, F.softplus(-1e-3 * torch.tanh(x.double() / 1e-3)), 1e-7)
 
 
 @random_cases(80)
@@ -195,6 +302,12 @@ def test_an_impossible_label_is_named(label):
         linear_cross_entropy(torch.randn(3, 4), torch.randn(10, 4), None, labels)
 
 
+def some_loss(**options):
+    return linear_cross_entropy(
+        torch.randn(3, 4), torch.randn(10, 4), None, torch.zeros(3, dtype=torch.int64), **options
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -220,6 +333,12 @@ def test_an_impossible_label_is_named(label):
             ),
             r"bias has shape \(9,\)",
         ),
+        (lambda: some_loss(softcap=0.0), "softcap is 0.0; it must be positive"),
+        (lambda: some_loss(label_smoothing=1.5), "label_smoothing is 1.5; it must be from 0 to 1"),
+        (lambda: some_loss(z_loss=-1.0), "z_loss is -1.0; it must be 0 or more"),
+        (lambda: some_loss(scale=float("nan")), "scale is nan; it must be positive"),
+        (lambda: some_loss(divisor=3), "divisor is for reduction='sum', not 'mean'"),
+        (lambda: some_loss(divisor=torch.ones(2), reduction="sum"), r"divisor has shape \(2,\)"),
     ],
 )
 def test_wrong_arguments_are_named(call, words):

@@ -22,7 +22,7 @@ from stoker.kernels.linear import linear, linear_packed
 from stoker.kernels.norm import layer_norm
 from stoker.kernels.registry import draw_key
 
-PRODUCTS = "linear_cross_entropy"  # its matrix products are torch's own, which promise no bits
+PRODUCTS = "linear_cross_entropy"  # its matrix products may be torch's own, which promise no bits
 ROWS = 333  # more than 64 blocks of rows, and enough elements for every thread
 
 
@@ -170,8 +170,9 @@ def _samples():
         ("gated", (g, leaf(6, 5, seed=3), 2)),
         *[("cross_entropy", (x, labels, -100, reduction)) for reduction in range(3)],
         *[
-            ("linear_cross_entropy", (x, leaf(12, 10), leaf(12), labels, -100, how, True, True, True))
-            for how in range(3)
+            ("linear_cross_entropy", (x, leaf(12, 10), leaf(12), labels, divisor, -100, how, terms, True, True, True))
+            for how, divisor in ((0, None), (1, torch.tensor(3.0, dtype=torch.float64)), (2, None))
+            for terms in ([1.0, 0.0, 0.0, 0.0], [0.5, 5.0, 0.1, 1e-3])
         ],
         ("embedding", (ids, tables[0], 0)),
         ("embedding_norm", (ids, ids % 8, ids % 2, *tables, w, b, key, 0.3, 1e-5, 0, False)),

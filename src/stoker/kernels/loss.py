@@ -6,18 +6,24 @@
 Rows whose label is `ignore_index` cost nothing: no loss, no gradient, no product. `cross_entropy` saves the logits and
 two numbers per row. `linear_cross_entropy` works through blocks of labelled rows, and with "mean" or "sum" computes the
 gradients of x, W and b on the way, since they are known but for one factor; those are what it saves. The loss is always
-fp32.
+fp32, and so are the logits: of bf16, too, they are sums in fp32 that are never rounded to bf16.
+
+`linear_cross_entropy` has the further terms of language models, in the same pass over a block:
+
+    l_ij   = c tanh(scale (x W^T + b)_ij / c)             c = softcap; without it l = scale (x W^T + b)
+    loss_i = (1 - s) (lse_i - l_i,label(i)) + s (lse_i - mean_j l_ij) + z lse_i^2
+    dl_ij  = (softmax(l_i)_j (1 + 2 z lse_i) - (1 - s) [j = label(i)] - s / vocabulary) * g_i
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stoker.kernels import native
-from stoker.kernels.products import column_sums
+from stoker.kernels import engines, native, products
 from stoker.kernels.registry import check_device, check_tensor, define, plain, split_rows
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
@@ -28,6 +34,10 @@ _NONE, _SUM, _MEAN = range(3)
 # The block of logits that is held at a time. Each block adds to the gradient of W, (vocabulary, hidden) numbers read
 # and written, so the block must not be small; at 64 MiB it has about 550 rows of BERT's vocabulary.
 _BLOCK_BYTES = 64 * 1024 * 1024
+
+# Engines are timed with at most so many classes: more change every engine's time alike, and a trial needs matrices as
+# large as the weight.
+_TRIAL_CLASSES = 32768
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
@@ -44,16 +54,46 @@ def linear_cross_entropy(
     labels: Tensor,
     ignore_index: int = -100,
     reduction: str = "mean",
+    *,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    divisor: Tensor | float | None = None,
 ) -> Tensor:
-    """cross_entropy(x @ weight.T + bias, labels) for `x` (..., hidden) and `weight` (classes, hidden).
+    """cross_entropy(scale * (x @ weight.T + bias), labels) for `x` (..., hidden) and `weight` (classes, hidden).
+
+    `softcap` bounds the logits by tanh, `label_smoothing` is that of torch's cross_entropy, and `z_loss` times the square
+    of log(sum(exp(logits))) is added to each loss. `divisor` divides the sum, as the number of items of all accumulated
+    batches: given here instead of afterwards, it costs no pass over the gradients. It is taken as a constant.
 
     With "mean" and "sum" the gradients are handed over in backward, so a second backward through one graph is an error.
     """
     check_device("linear_cross_entropy", x=x, weight=weight, bias=bias, labels=labels)
     how = _reduction("linear_cross_entropy", reduction)
+    if divisor is not None and how != _SUM:
+        raise ValueError(f"linear_cross_entropy: divisor is for reduction='sum', not {reduction!r}")
+    by = None if divisor is None else torch.as_tensor(divisor, dtype=torch.float64).detach()
+    terms = _terms(softcap, label_smoothing, z_loss, scale)
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
-    result: Tensor = _linear_cross_entropy(x, weight, bias, labels, ignore_index, how, *needs)[0]
+    result: Tensor = _linear_cross_entropy(x, weight, bias, labels, by, ignore_index, how, terms, *needs)[0]
     return result
+
+
+_TERMS = ("scale", "softcap", "label_smoothing", "z_loss")  # fields of the native call
+
+
+def _terms(softcap: float | None, label_smoothing: float, z_loss: float, scale: float) -> list[float]:
+    """In the order of `_TERMS`, a cap that is not wanted as 0."""
+    for name, value, allowed, wanted in (
+        ("scale", scale, 0 < scale < math.inf, "positive and finite"),
+        ("softcap", softcap, softcap is None or 0 < softcap < math.inf, "positive and finite, or None"),
+        ("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "from 0 to 1"),
+        ("z_loss", z_loss, 0 <= z_loss < math.inf, "0 or more, and finite"),
+    ):
+        if not allowed:
+            raise ValueError(f"linear_cross_entropy: {name} is {value}; it must be {wanted}")
+    return [float(scale), float(softcap or 0.0), float(label_smoothing), float(z_loss)]
 
 
 def _reduction(operator: str, reduction: str) -> int:
@@ -169,6 +209,7 @@ class _Blocks:
         bias: Tensor | None,
         labels: Tensor,
         ignore: int,
+        terms: list[float],
         needs: tuple[bool, ...],
     ) -> None:
         check_tensor("linear_cross_entropy", "x", x)
@@ -186,86 +227,101 @@ class _Blocks:
         self.x, self.weight, self.bias = x, weight, bias
         self.flat = x.reshape(-1, x.shape[-1])
         self.tokens = labels.numel()
+        self.low = x.dtype == torch.bfloat16 and products.torch_has_bf16_units()  # gradients by torch in bf16
+        self.terms = dict(zip(_TERMS, terms, strict=True))
         self.needs = needs
 
     def run(self, scales: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The loss of each labelled row; with `scales`, the gradients of those losses, also dx, dweight and dbias."""
         need_x, need_weight, need_bias = self.needs if scales is not None else (False, False, False)
-        classes, hidden = self.weight.shape
-        weight_type = self.weight.dtype
-        bias_type = weight_type if self.bias is None else self.bias.dtype
-        # Without bf16 units torch's bf16 product is a hundred times slower than fp32.
-        weight = self.weight.to(torch.float32)
-        bias = None if self.bias is None else self.bias.to(torch.float32)
+        weight, bias = self.weight, self.bias
+        classes, hidden = weight.shape
         count = self.rows.numel()
+        size = max(1, min(count, _BLOCK_BYTES // (4 * max(1, classes))))
+        needed = {"nt": True, "nn": need_x, "tn": need_weight}
+        engine = {kind: self._engine(kind, min(size, count)) for kind, need in needed.items() if need}
         losses = torch.empty(count, dtype=torch.float32)
-        dx = torch.empty((count, hidden), dtype=torch.float32) if need_x else torch.empty(0, dtype=torch.float32)
-        dweight = (
-            torch.empty((classes, hidden), dtype=torch.float32) if need_weight else torch.empty(0, dtype=torch.float32)
-        )
-        dbias = torch.zeros(classes, dtype=torch.float32) if need_bias else torch.empty(0, dtype=torch.float32)
+        dx = torch.empty((count, hidden) if need_x else 0, dtype=self.x.dtype)
+        # Blocks are added in fp32; a single one is rounded as it is written.
+        sums = weight.dtype if count <= size else torch.float32
+        dweight = torch.empty((classes, hidden) if need_weight else 0, dtype=sums)
+        dbias = torch.zeros(classes if need_bias else 0, dtype=torch.float32)
         if not count:
             dweight.zero_()
-        size = max(1, min(count, _BLOCK_BYTES // (4 * max(1, classes))))
         buffer = torch.empty((size, classes), dtype=torch.float32)
         for start in range(0, count, size):
             rows = slice(start, min(count, start + size))
-            inputs = self.flat.index_select(0, self.rows[rows]).to(torch.float32)
+            stored = self.flat.index_select(0, self.rows[rows])
+            inputs = stored.to(torch.float32)
             logits = buffer[: inputs.shape[0]]
-            if bias is None:
-                torch.mm(inputs, weight.t(), out=logits)
-            else:
-                torch.addmm(bias, inputs, weight.t(), out=logits)
+            products.multiply([(inputs, weight.t())], logits, bias, engine["nt"])
             self._losses(logits, rows, losses, scales)
-            if need_x:
-                torch.mm(logits, weight, out=dx[rows])
-            if need_weight:
-                dweight.addmm_(logits.t(), inputs, beta=1 if start else 0)
             if need_bias:
-                dbias += column_sums(logits)
-        dx = self._spread(dx) if need_x else dx.to(self.x.dtype)
-        return losses, dx, dweight.to(weight_type), dbias.to(bias_type)
+                dbias += products.column_sums(logits)
+            by = {"stoker": (logits, inputs), "torch": (logits, inputs)}
+            if self.low and "torch" in (engine.get("nn"), engine.get("tn")):
+                by["torch"] = (logits.to(torch.bfloat16), stored)
+            if need_x:
+                products.multiply([(by[engine["nn"]][0], weight)], dx[rows], None, engine["nn"])
+            if need_weight:
+                gradient, inputs = by[engine["tn"]]
+                products.multiply([(gradient.t(), inputs)], dweight, None, engine["tn"], accumulate=start > 0)
+        bias_type = weight.dtype if bias is None else bias.dtype
+        return losses, self._spread(dx) if need_x else dx, dweight.to(weight.dtype), dbias.to(bias_type)
+
+    def _engine(self, kind: str, rows: int) -> str:
+        """The engine of the product "nt" (logits), "nn" (dx) or "tn" (dweight) of a block of `rows` rows."""
+        classes, hidden = min(self.weight.shape[0], _TRIAL_CLASSES), self.weight.shape[1]
+        sizes = {"nt": (rows, classes, hidden), "nn": (rows, hidden, classes), "tn": (classes, hidden, rows)}[kind]
+        if kind != "nt" and self.low:
+            return engines.choose(kind, *sizes, torch.bfloat16)
+        if kind != "tn" and self.weight.dtype != torch.float32:
+            # torch's product would round the logits to bf16, or widen all of the weight; this one widens as it packs.
+            return "stoker"
+        return engines.choose(kind, *sizes, torch.float32)
 
     def _spread(self, dx: Tensor) -> Tensor:
         """Gradients of the labelled rows as gradients of all rows."""
         if dx.shape[0] == self.tokens:
-            return dx.to(self.x.dtype).view(self.x.shape)
+            return dx.view(self.x.shape)
         full = torch.zeros((self.tokens, dx.shape[1]), dtype=self.x.dtype)
-        return full.index_copy_(0, self.rows, dx.to(self.x.dtype)).view(self.x.shape)
+        return full.index_copy_(0, self.rows, dx).view(self.x.shape)
 
     def _losses(self, logits: Tensor, rows: slice, losses: Tensor, scales: Tensor | None) -> None:
-        native.call(
-            "stoker_cross_entropy_block",
-            logits.data_ptr(),
-            self.labels[rows].data_ptr(),
-            None if scales is None else scales[rows].data_ptr(),
-            losses[rows].data_ptr(),
-            logits.shape[0],
-            logits.shape[1],
-            native.threads(),
-        )
+        call = native.fill(
+            "stoker_cross_entropy_block_call", logits=logits, labels=self.labels[rows], loss=losses[rows],
+            scales=None if scales is None else scales[rows], rows=logits.shape[0], columns=logits.shape[1], **self.terms,
+        )  # fmt: skip
+        native.call("stoker_cross_entropy_block", call)
 
 
 def _linear_kernel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore: int, reduction: int, *needs: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    blocks = _Blocks(x, weight, bias, labels, ignore, needs)
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, divisor: Tensor | None, ignore: int, reduction: int,
+    terms: list[float], *needs: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if divisor is not None:
+        check_tensor("linear_cross_entropy", "divisor", divisor, shape=(), dtypes=[torch.float64])
+    blocks = _Blocks(x, weight, bias, labels, ignore, terms, needs)
     count = blocks.rows.numel()
+    if reduction == _MEAN:
+        divisor = torch.tensor(count, dtype=torch.float64)
+    elif divisor is None:
+        divisor = torch.ones((), dtype=torch.float64)
     scales = None
     if reduction != _NONE and any(blocks.needs):
-        scales = torch.full((count,), 1.0 / max(1, count) if reduction == _MEAN else 1.0, dtype=torch.float32)
+        scales = divisor.reciprocal().to(torch.float32).repeat(count)
     losses, dx, dweight, dbias = blocks.run(scales)
     if reduction == _NONE:
         loss = torch.zeros(blocks.tokens, dtype=torch.float32).index_copy_(0, blocks.rows, losses).view(labels.shape)
     else:
-        loss = losses.sum(dtype=torch.float64)
-        loss = (loss / count if reduction == _MEAN else loss).to(torch.float32)
+        loss = (losses.sum(dtype=torch.float64) / divisor).to(torch.float32)
     return loss, dx, dweight, dbias
 
 
 def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore: int, reduction: int, *needs: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, divisor: Tensor | None, ignore: int, reduction: int,
+    terms: list[float], *needs: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     need_x, need_weight, need_bias = needs
     in_forward = reduction != _NONE
     empty = x.new_empty
@@ -281,7 +337,7 @@ def _linear_fake(
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    x, weight, bias, labels, ctx.ignore, ctx.reduction, *ctx.needs = inputs
+    x, weight, bias, labels, _, ctx.ignore, ctx.reduction, ctx.terms, *ctx.needs = inputs
     _, dx, dweight, dbias = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(dx, dweight, dbias)
@@ -293,12 +349,12 @@ def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def _linear_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    no = (None,) * 6
+    no = (None,) * 8
     if grad is None:
         return None, None, None, *no
     if ctx.reduction == _NONE:
         x, weight, bias, labels = ctx.saved_tensors
-        grads = _linear_cross_entropy_backward(grad, x, weight, bias, labels, ctx.ignore, *ctx.needs)
+        grads = _linear_cross_entropy_backward(grad, x, weight, bias, labels, ctx.ignore, ctx.terms, *ctx.needs)
     elif plain((grad,)):
         if ctx.spent:
             raise RuntimeError(
@@ -317,28 +373,30 @@ def _linear_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 def _linear_backward_kernel(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore: int, *needs: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = _Blocks(x, weight, bias, labels, ignore, needs)
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore: int, terms: list[float],
+    *needs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    blocks = _Blocks(x, weight, bias, labels, ignore, terms, needs)
     _, dx, dweight, dbias = blocks.run(grad.reshape(-1).index_select(0, blocks.rows).contiguous())
     return dx, dweight, dbias
 
 
 def _linear_backward_fake(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore: int, *needs: bool
-) -> tuple[Tensor, ...]:
-    return _linear_fake(x, weight, bias, labels, ignore, _SUM, *needs)[1:]
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore: int, terms: list[float],
+    *needs: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _linear_fake(x, weight, bias, labels, None, ignore, _SUM, terms, *needs)[1:]
 
 
 _linear_cross_entropy_backward = define(
     "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor labels, int ignore_index,"
-    " bool need_x, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
+    " float[] terms, bool need_x, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
     _linear_backward_kernel,
     _linear_backward_fake,
 )
 _linear_cross_entropy = define(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor labels, int ignore_index, int reduction,"
-    " bool need_x, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor labels, Tensor? divisor, int ignore_index,"
+    " int reduction, float[] terms, bool need_x, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor, Tensor)",
     _linear_kernel,
     _linear_fake,
     backward=_linear_backward,

@@ -36,12 +36,22 @@ def torch_has_bf16_units() -> bool:
     return limit not in _ONEDNN_WITHOUT_BF16 and this_machine().isa.bf16_units is not None
 
 
-def multiply(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None, engine: str) -> None:
-    """out = sum of a @ b over `terms`, plus `bias` on every row, in place. Sums are fp32 whatever the storage."""
+def multiply(
+    terms: Sequence[tuple[Tensor, Tensor]],
+    out: Tensor,
+    bias: Tensor | None,
+    engine: str,
+    *,
+    accumulate: bool = False,
+) -> None:
+    """out = sum of a @ b over `terms`, plus `bias` on every row, in place. Sums are fp32 whatever the storage.
+
+    With `accumulate` the result is added to what `out` holds; give no bias then.
+    """
     if engine == "torch":
-        _multiply_torch(terms, out, bias)
+        _multiply_torch(terms, out, bias, accumulate)
     else:
-        _multiply_native(terms, out, bias)
+        _multiply_native(terms, out, bias, accumulate)
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -61,20 +71,20 @@ def column_sums(x: Tensor) -> Tensor:
     return sums
 
 
-def _multiply_torch(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None) -> None:
+def _multiply_torch(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None, accumulate: bool) -> None:
     # The left operand is an activation or its gradient, and its type counts, as the result's does: fp32 weights are rounded
     # to bf16 for bf16 activations (this engine is for CPUs with bf16 units), but fp32 activations are never rounded.
     dtype = terms[0][0].dtype
     cast = [(a.to(dtype), b.to(dtype)) for a, b in terms]
     target = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
     if bias is not None:
-        torch.addmm(bias.to(dtype), *cast[0], out=target)
-    else:
-        torch.mm(*cast[0], out=target)
-    for a, b in cast[1:]:
+        torch.addmm(bias.to(dtype), *cast.pop(0), out=target)
+    elif target is not out or not accumulate:
+        torch.mm(*cast.pop(0), out=target)
+    for a, b in cast:
         target.addmm_(a, b)
     if target is not out:
-        out.copy_(target)
+        (out.add_ if accumulate else out.copy_)(target)
 
 
 def _operand(tensor: Tensor) -> Any:
@@ -99,7 +109,9 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if by_rows or by_columns else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _multiply_native(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None) -> None:
+def _multiply_native(
+    terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None, accumulate: bool
+) -> None:
     left = [_dense(a) for a, _ in terms]
     right = [_dense(b) for _, b in terms]
     operands = native.struct("stoker_operand") * len(left)
@@ -118,6 +130,7 @@ def _multiply_native(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: 
         c_stride=out.stride(0),
         c_dtype=native.dtype_code(out.dtype),
         bias_dtype=native.parameter(bias),
+        accumulate=int(accumulate),
         threads=native.threads(),
     )
     native.call("stoker_product", call)

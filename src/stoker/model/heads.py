@@ -82,10 +82,10 @@ class MaskedLMModel(Optimized):
         rows = _features(self, head, hidden.flatten(0, 1).index_select(0, labelled))
         decoder = child(self, head.decoder)
         loss = linear_cross_entropy(
-            rows, decoder.weight, decoder.bias, labels, reduction="mean" if items is None else "sum"
+            rows, decoder.weight, decoder.bias, labels, reduction="mean" if items is None else "sum", divisor=items
         )
         return lazy_output(
-            loss if items is None else loss / items,
+            loss,
             lambda: decoder(_features(self, head, hidden)),
             hidden_states=outputs.get("hidden_states"),
             attentions=outputs.get("attentions"),
