@@ -33,6 +33,7 @@ from stoker.kernels.attention import attention_packed
 from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding_layer_norm_dropout
 from stoker.kernels.linear import linear_packed
+from stoker.kernels.lora import Adapter, lora_linear_packed
 from stoker.kernels.loss import cross_entropy, linear_cross_entropy
 from stoker.kernels.norm import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm
 from stoker.machine.facts import this_machine
@@ -338,12 +339,42 @@ def linear_cases() -> Iterator[Case]:
             )
 
 
+def lora_cases() -> Iterator[Case]:
+    """A frozen weight, or q, k and v, with an adapter of rank 16 each, against what peft computes."""
+    for label, (hidden, inner) in SIZES.items():
+        for outs, width in (((hidden,) * 3, hidden), ((inner,), hidden), ((hidden,), inner)):
+            shape = f"{width} to {'3 x ' if len(outs) == 3 else ''}{outs[0]}"
+            x, grad = leaf(TOKENS, width), torch.randn(TOKENS, sum(outs))
+            frozen = [torch.randn(out, width) for out in outs]
+            trained = [leaf(*size) for out in outs for size in ((16, width), (out, 16))]
+            operations = 4.0 * TOKENS * width * sum(outs)  # of the frozen weights; the adapters add 6 to 12%
+            for p in (0.0, 0.1):
+
+                def eager(x: Tensor, *trained: Tensor, p: float = p, frozen: list[Tensor] = frozen) -> Tensor:
+                    pairs = zip(frozen, trained[::2], trained[1::2], strict=True)
+                    parts = [F.linear(x, w) + F.linear(F.linear(F.dropout(x, p), a), b) * 2.0 for w, a, b in pairs]
+                    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+                def ours(x: Tensor, *trained: Tensor, p: float = p, frozen: list[Tensor] = frozen) -> Tensor:
+                    pairs = zip(trained[::2], trained[1::2], strict=True)
+                    return lora_linear_packed(x, frozen, None, [[Adapter(a, b, 2.0, p)] for a, b in pairs])
+
+                yield Case(
+                    f"LoRA linear {shape}, {label} fp32{', dropout' if p else ''}",
+                    step(ours, [x, *trained], grad),
+                    step(eager, [x, *trained], grad),
+                    operations,
+                    unit="GFLOP/s",
+                )
+
+
 GROUPS: list[Callable[[], Iterator[Case]]] = [
     dropout_cases,
     norm_cases,
     activation_cases,
     attention_cases,
     linear_cases,
+    lora_cases,
     loss_cases,
     embedding_cases,
 ]

@@ -80,7 +80,7 @@ typedef struct stoker_layer_norm_call {
   const void* dz;        // backward only: (rows, columns), the gradient of z where it was an output, or null
   void* dx;              // backward only: (rows, columns), or null if p is 0: it equals dresidual then
   void* dresidual;       // backward only: (rows, columns), the gradient of z; null if only dx is wanted
-  void* dweight;         // backward only: (columns)
+  void* dweight;         // backward only: (columns) or null
   void* dbias;           // backward only: (columns) or null
   void* dx_bias;         // backward only: (columns) or null
   int64_t rows, columns;
@@ -152,7 +152,7 @@ typedef struct stoker_embedding_norm_call {
   float* stats;           // (2, tokens): mean and rstd; written by forward, read by backward
   const void* dy;         // backward only: (tokens, columns) of dtype
   float* dz;              // backward only: (tokens, columns), the gradient of z, for stoker_embedding_scatter
-  void* dweight;          // backward only: (columns)
+  void* dweight;          // backward only: (columns) or null
   void* dbias;            // backward only: (columns) or null
   int64_t tokens, columns;
   int64_t bad_table, bad_token;  // result of forward with STOKER_BAD_INDEX: the first id that is not a row, and its table

@@ -45,24 +45,36 @@ struct RowGradient {
   float at(float g, float hat) const { return rstd * (g - mean_g - hat * mean_gz); }
 };
 
+// Where the gradients of weight and bias are summed, both or neither: null if weight and bias are frozen.
+struct ParameterSums {
+  float *weight, *bias;
+};
+
 // Reads a row by z(i) and dy(i), writes zhat and g, and adds the row's share of the gradients of weight and bias. One loop:
 // what bounds it is the traffic of its own rows, not the two sums.
 template <typename Z, typename Dy>
 inline RowGradient read_row(Z&& z, Dy&& dy, Moments m, const float* weight, int64_t columns, bool rms, float* hat, float* g,
-                            float* dweight, float* dbias) {
-  float sum_g = 0, sum_gz = 0;
+                            ParameterSums sums) {
+  RowGradient gradient{m.rstd, 0.0f, 0.0f};
+  for_flag(sums.weight, [&](auto trained) {
+    float sum_g = 0, sum_gz = 0;
 #pragma omp simd reduction(+ : sum_g, sum_gz)
-  for (int64_t i = 0; i < columns; ++i) {
-    const float h = (z(i) - m.mean) * m.rstd, d = dy(i), gi = d * weight[i];
-    hat[i] = h;
-    g[i] = gi;
-    dweight[i] += d * h;
-    dbias[i] += d;
-    sum_g += gi;
-    sum_gz += gi * h;
-  }
-  const float scale = 1.0f / static_cast<float>(columns);
-  return {m.rstd, rms ? 0.0f : sum_g * scale, sum_gz * scale};
+    for (int64_t i = 0; i < columns; ++i) {
+      const float h = (z(i) - m.mean) * m.rstd, d = dy(i), gi = d * weight[i];
+      hat[i] = h;
+      g[i] = gi;
+      if constexpr (trained) {
+        sums.weight[i] += d * h;
+        sums.bias[i] += d;
+      }
+      sum_g += gi;
+      sum_gz += gi * h;
+    }
+    const float scale = 1.0f / static_cast<float>(columns);
+    gradient.mean_g = rms ? 0.0f : sum_g * scale;
+    gradient.mean_gz = sum_gz * scale;
+  });
+  return gradient;
 }
 
 }  // namespace stoker

@@ -69,16 +69,17 @@ static void backward(const stoker_embedding_norm_call& call, const float* weight
     float* z = thread_row<0>(length);
     float* factors = thread_row<1>(length);
     float* g = thread_row<2>(length);
-    float* dweight = sums.start(block, kWeight);
-    float* dbias = sums.start(block, kBias);
+    const bool trained = call.dweight || call.dbias;
+    const ParameterSums parameters{trained ? sums.start(block, kWeight) : nullptr,
+                                   trained ? sums.start(block, kBias) : nullptr};
     for (int64_t token = block * sums.size; token < std::min(tokens, (block + 1) * sums.size); ++token) {
       lookup_row<Table>(call, token, z);
       const Scalar* from = static_cast<const Scalar*>(call.dy) + token * columns;
       float* to = call.dz + token * columns;
       const Moments m{call.stats[token], call.stats[tokens + token]};
       const auto finish = [&](auto&& dy_at) {
-        const RowGradient gradient = read_row([=](int64_t i) { return z[i]; }, dy_at, m, weight, columns, false, z, g,
-                                              dweight, dbias);
+        const RowGradient gradient =
+            read_row([=](int64_t i) { return z[i]; }, dy_at, m, weight, columns, false, z, g, parameters);
 #pragma omp simd
         for (int64_t i = 0; i < columns; ++i) to[i] = gradient.at(g[i], z[i]);
       };

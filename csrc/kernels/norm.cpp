@@ -143,14 +143,14 @@ static void write_row(const Gradients<Scalar>& of, int64_t at, const RowGradient
 
 template <typename Scalar>
 static void backward(const Sum<Scalar>& sum_of, const Gradients<Scalar>& of, const float* weight, const float* stats,
-                     const ColumnSums& sums, bool with_x_bias, int64_t rows, bool rms, int threads) {
+                     const ColumnSums& sums, bool trained, bool with_x_bias, int64_t rows, bool rms, int threads) {
   const int64_t columns = sum_of.columns, room = columns + kRandomGroup;
   parallel_tasks(sums.count, threads_for(rows * columns, threads), [&](int64_t block) {
     float* hat = thread_row<0>(room);
     float* factor_row = thread_row<1>(room);
     float* g = thread_row<2>(room);
-    float* dweight = sums.start(block, kWeight);
-    float* dbias = sums.start(block, kBias);
+    const ParameterSums parameters{trained ? sums.start(block, kWeight) : nullptr,
+                                   trained ? sums.start(block, kBias) : nullptr};
     float* dx_bias = with_x_bias ? sums.start(block, kInputBias) : nullptr;
     for (int64_t row = block * sums.size; row < std::min(rows, (block + 1) * sums.size); ++row) {
       const int64_t at = row * columns;
@@ -158,7 +158,7 @@ static void backward(const Sum<Scalar>& sum_of, const Gradients<Scalar>& of, con
       const Scalar* dy = of.dy + at;
       const auto finish = [&](auto&& z, const float* factors) {
         const RowGradient gradient =
-            read_row(z, [=](int64_t i) { return load(dy[i]); }, m, weight, columns, rms, hat, g, dweight, dbias);
+            read_row(z, [=](int64_t i) { return load(dy[i]); }, m, weight, columns, rms, hat, g, parameters);
         write_row(of, at, gradient, factors, hat, g, columns, dx_bias);
       };
       if (of.z) {
@@ -200,8 +200,8 @@ STOKER_API int32_t stoker_layer_norm_backward(const stoker_layer_norm_call* call
       const Gradients<Scalar> of{static_cast<const Scalar*>(call->dy), static_cast<const Scalar*>(call->dz),
                                  static_cast<const Scalar*>(call->z), static_cast<Scalar*>(call->dx),
                                  static_cast<Scalar*>(call->dresidual)};
-      backward(Sum<Scalar>(*call, x_bias.get()), of, weight.get(), call->stats, sums, call->dx_bias != nullptr, call->rows,
-               call->rms != 0, call->threads);
+      backward(Sum<Scalar>(*call, x_bias.get()), of, weight.get(), call->stats, sums, call->dweight || call->dbias,
+               call->dx_bias != nullptr, call->rows, call->rms != 0, call->threads);
     });
     sums.finish(kWeight, call->dweight, call->weight_dtype, call->threads);
     sums.finish(kBias, call->dbias, call->bias_dtype, call->threads);

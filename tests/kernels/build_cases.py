@@ -119,8 +119,9 @@ def norm(
     rms: bool,
     fused: bool,
     returns_sum: bool = False,
+    frozen: bool = False,
 ) -> Results:
-    """`fused`: with x_bias, dropout and residual. `returns_sum`: z is an output, and has a gradient."""
+    """`fused`: with x_bias, dropout and residual. `returns_sum`: z is an output, and has a gradient. `frozen`: weight, bias."""
     x, dy = chance.floats(rows, columns, dtype=dtype), chance.floats(rows, columns, dtype=dtype)
     weight, bias = chance.floats(columns), None if rms else chance.floats(columns, dtype=dtype)
     shared = {
@@ -133,8 +134,9 @@ def norm(
     y = native.empty(x.shape, x.dtype)
     native.call("layer_norm_forward", bias=bias, y=y, eps=1e-5, **shared)
     results = {"y": y, "stats": shared["stats"], "dresidual": native.empty(x.shape, x.dtype)}
-    results["dweight"] = native.empty(columns, np.float32)
-    if not rms:
+    if not frozen:
+        results["dweight"] = native.empty(columns, np.float32)
+    if not rms and not frozen:
         results["dbias"] = native.empty(columns, STORAGE[dtype])
     if fused:
         results |= {"dx": native.empty(x.shape, x.dtype), "dx_bias": native.empty(columns, np.float32)}
@@ -562,6 +564,7 @@ def _cases() -> Iterator[Case]:
     for kind, rms in (("layer norm", False), ("rms norm", True)):
         yield from _either(f"{kind} 5 x 3", norm, rows=5, columns=3, rms=rms, fused=False)
         yield from _either(f"{kind} 9 x 67", norm, rows=9, columns=67, rms=rms, fused=False)
+        yield from _either(f"{kind} 7 x 45, frozen", norm, rows=7, columns=45, rms=rms, fused=False, frozen=True)
         yield from _either(f"dropout + residual + {kind} 11 x 131", norm, rows=11, columns=131, rms=rms, fused=True)
         options = {"rms": rms, "fused": True, "returns_sum": True}
         yield from _either(f"dropout + residual + {kind} 5 x 47, sum returned", norm, rows=5, columns=47, **options)

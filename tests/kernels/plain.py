@@ -16,6 +16,7 @@ from torch import Tensor
 from stoker.kernels.activation import bias_activation, gated, gated_activation
 from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding, embedding_layer_norm_dropout
+from stoker.kernels.lora import Adapter, lora_linear_packed
 from stoker.kernels.loss import cross_entropy, linear_cross_entropy
 from stoker.kernels.norm import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
 from stoker.kernels.registry import draw_key, reference_factors
@@ -135,6 +136,12 @@ def _embed(word: Tensor, position: Tensor, kind: Tensor, weight: Tensor, bias: T
     )
 
 
+def _adapted(x: Tensor, w: Tensor, v: Tensor, b: Tensor, c: Tensor, *adapters: Tensor) -> Tensor:
+    """Two weights, the second with dropout in front of its adapter."""
+    first, second = Adapter(*adapters[:2], scaling=2.0), Adapter(*adapters[2:], scaling=0.5, p=0.3)
+    return lora_linear_packed(x, [w, v], [b, c], [[first], [second]], engine="stoker")
+
+
 def operators(rows: int) -> dict[str, Operator]:
     """Every operator by name; `rows` is needed beforehand by those that take labels or ids."""
 
@@ -144,6 +151,10 @@ def operators(rows: int) -> dict[str, Operator]:
 
     def head(n: int, dtype: torch.dtype) -> list[Tensor]:
         return [leaf(n, WIDTH, dtype=dtype), leaf(30, WIDTH, dtype=dtype, seed=1), leaf(30, seed=2)]
+
+    def adapted(n: int, dtype: torch.dtype) -> list[Tensor]:
+        shapes = ((n, WIDTH), (30, WIDTH), (20, WIDTH), (30,), (20,), (4, WIDTH), (30, 4), (3, WIDTH), (20, 3))
+        return [leaf(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
 
     return {
         "dropout": Operator(lambda x: dropout(x, 0.3), _rows(WIDTH)),
@@ -162,6 +173,7 @@ def operators(rows: int) -> dict[str, Operator]:
         "linear_cross_entropy": Operator(
             lambda x, w, b: linear_cross_entropy(x, w, b, _labels(rows, 30), reduction="sum"), head
         ),
+        "lora_linear_packed": Operator(_adapted, adapted),
         "embedding": Operator(
             lambda table: embedding(_ids(rows, 50), table, padding_idx=0),
             lambda _, dtype: [leaf(50, WIDTH, dtype=dtype)],

@@ -54,6 +54,22 @@ def compare(shape, words, width, dtype, p=0.0, position=True, types=True, bias=T
     check(operator, formula, leaves)
 
 
+@pytest.mark.parametrize("trained", range(1, 32))
+def test_frozen_parameters_get_no_gradient_and_change_no_other(trained):
+    def gradients(trained: int):
+        torch.manual_seed(7)
+        sizes = ((40, 33), (20, 33), (2, 33), (33,), (33,))
+        leaves = [leaf(*size, seed=i).requires_grad_(bool(trained >> i & 1)) for i, size in enumerate(sizes)]
+        ids = torch.arange(50) * 7 % 40
+        y = embedding_layer_norm_dropout(ids, ids % 20, ids % 2, *leaves, eps=1e-5, p=0.2)
+        y.square().sum().backward()
+        return [one.grad for one in leaves]
+
+    for i, (got, want) in enumerate(zip(gradients(trained), gradients(31), strict=True)):
+        assert (got is None) == (not trained >> i & 1)
+        assert got is None or torch.equal(got, want)
+
+
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0,), (1,), (7,), (3, 50), (700,)], ids=str)

@@ -67,6 +67,27 @@ def test_parameters_may_be_bf16_and_get_bf16_gradients(dtype):
     compare((40, 96), dtype, p=0.1, parameters=torch.bfloat16)
 
 
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("trained", range(8))
+def test_frozen_parameters_get_no_gradient_and_change_no_other(trained, p, rms):
+    def gradients(trained: int):
+        torch.manual_seed(7)
+        x, residual = leaf(90, 70), leaf(90, 70, seed=1)
+        weight, bias, x_bias = (leaf(70, seed=i).requires_grad_(bool(trained >> i & 1)) for i in range(3))
+        if rms:
+            y = dropout_add_rms_norm(x, residual, weight, x_bias=x_bias, p=p)
+        else:
+            y = dropout_add_layer_norm(x, residual, weight, bias, x_bias=x_bias, p=p)
+        y.square().sum().backward()
+        return x.grad, residual.grad, *([weight.grad, x_bias.grad] if rms else [weight.grad, bias.grad, x_bias.grad])
+
+    wanted = [True, True, *([trained & 1, trained & 4] if rms else [trained & 1, trained & 2, trained & 4])]
+    for got, want, some in zip(gradients(trained), gradients(7), wanted, strict=True):
+        assert (got is None) == (not some)
+        assert got is None or torch.equal(got, want)
+
+
 @random_cases(150)
 @given(
     rows=st.integers(0, 140),

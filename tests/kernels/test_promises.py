@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.plain import DTYPES, NAMES, WIDTH, leaf, operators
 from stoker.kernels import dropout as dropout_module
 from stoker.kernels import embedding as embedding_module
+from stoker.kernels import lora as lora_module
 from stoker.kernels import native
 from stoker.kernels import norm as norm_module
 from stoker.kernels.activation import bias_activation
@@ -117,7 +118,7 @@ def test_compiled_callers_get_the_same(name):
 def same_key(monkeypatch):
     """Every call with dropout gets the same key: threads share torch's generator, which keys are otherwise drawn from."""
     key = draw_key()
-    for module in (dropout_module, embedding_module, norm_module):
+    for module in (dropout_module, embedding_module, lora_module, norm_module):
         monkeypatch.setattr(module, "draw_key", lambda: key)
 
 

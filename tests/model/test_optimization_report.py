@@ -93,6 +93,10 @@ def test_the_report_lists_fused_called_and_skipped_modules_separately() -> None:
     )
     peft = pytest.importorskip("peft")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], lora_dropout=0.0))
+    assert ("linear", "Linear", 2) in stoker.report(wrapped).applied
+    assert ("LoRA linear", "Linear", 2) in stoker.report(wrapped).applied
+    assert stoker.report(wrapped).left_alone == ()
+    wrapped.merge_adapter()
     assert ("linear", "Linear", 2 + 2 * 3) in stoker.report(wrapped).applied, "q, k and v are called for the sake of q"
     assert stoker.report(wrapped).left_alone == (("4 x Linear", "added after the last call of stoker.optimize"),)
     assert stoker.report(stoker.optimize(wrapped)).left_alone == ()

@@ -18,7 +18,7 @@ from torch import Tensor
 from stoker.kernels import native
 from stoker.kernels.registry import check_device, check_tensor, define, draw_key, key_value, split_rows
 
-__all__ = ["check_probability", "dropout"]
+__all__ = ["apply_dropout", "check_probability", "dropout"]
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
@@ -27,7 +27,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     check_device("dropout", x=x)
     if not training or p == 0.0:
         return x
-    result: Tensor = _dropout(x, p, draw_key())
+    result: Tensor = apply_dropout(x, p, draw_key())
     return result
 
 
@@ -60,9 +60,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (key,) = ctx.saved_tensors
-    return _dropout(grad, ctx.p, key), None, None
+    return apply_dropout(grad, ctx.p, key), None, None
 
 
-_dropout = define(
+# With a key that the caller has drawn; a second call with the same key applies the same mask.
+apply_dropout = define(
     "dropout(Tensor x, float p, Tensor key) -> Tensor", _kernel, _fake, backward=_backward, setup_context=_setup_context
 )

@@ -237,6 +237,7 @@ def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
     _, stats = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(stats)
+    ctx.wants = [one is not None and one.requires_grad for one in (word, position, type, weight, bias)]
     ctx.save_for_backward(ids, positions, types, word, position, type, weight, bias, stats, key)
 
 
@@ -244,52 +245,47 @@ def _norm_backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 13
     ids, positions, types, word, position, type, weight, bias, stats, key = ctx.saved_tensors
-    dword, dposition, dtype, dweight, dbias = _embedding_norm_backward(
-        dy, ids, positions, types, word, position, type, weight, bias, stats, key, ctx.p, ctx.skip
+    parameters = _embedding_norm_backward(
+        dy, ids, positions, types, word, position, type, weight, bias, stats, key, ctx.p, ctx.skip, ctx.wants
     )
-    return (
-        *(None, None, None),
-        dword,
-        None if position is None else dposition,
-        None if type is None else dtype,
-        dweight,
-        None if bias is None else dbias,
-        *(None,) * 5,
-    )
+    wanted = (one if wants else None for one, wants in zip(parameters, ctx.wants, strict=True))
+    return *(None, None, None), *wanted, *(None,) * 5
 
 
 def _norm_backward_kernel(dy: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *tensors, stats, key, p, skip = arguments
+    *tensors, stats, key, p, skip, wants = arguments
     inputs = _Inputs.of(tensors)
     dy, weight, bias = dy.contiguous(), inputs.weight.contiguous(), inputs.bias
     lookups = [None if chosen is None else chosen.to(torch.int64).contiguous() for chosen in inputs.lookups]
     tables = [None if table is None else table.contiguous() for table in inputs.tables]
     dz = torch.empty(dy.shape, dtype=torch.float32)
-    dweight = torch.empty_like(weight)
-    dbias = dy.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+    dweight, dbias = (
+        torch.empty_like(one, memory_format=torch.contiguous_format) if one is not None and wanted else None
+        for one, wanted in zip((weight, bias), wants[3:], strict=True)
+    )
     call = _norm_call(
-        lookups, tables, weight, bias, key, dy.dtype, stats=stats, dy=dy, dz=dz, dweight=dweight,
-        dbias=None if bias is None else dbias, p=p,
+        lookups, tables, weight, bias, key, dy.dtype, stats=stats, dy=dy, dz=dz, dweight=dweight, dbias=dbias, p=p
     )  # fmt: skip
     native.call("stoker_embedding_norm_backward", call)
     grads = [
-        dy.new_empty(0) if table is None or chosen is None else _scatter(dz, chosen, table, none)
-        for chosen, table, none in zip(lookups, tables, (skip, -1, -1), strict=True)
+        _scatter(dz, chosen, table, none) if table is not None and chosen is not None and wanted else None
+        for chosen, table, none, wanted in zip(lookups, tables, (skip, -1, -1), wants[:3], strict=True)
     ]
-    return *grads, dweight, dbias
+    return tuple(dy.new_empty(0) if one is None else one for one in (*grads, dweight, dbias))
 
 
-def _norm_backward_fake(dy: Tensor, ids: Any, positions: Any, types: Any, *tables: Any) -> tuple[Tensor, ...]:
+def _norm_backward_fake(dy: Tensor, ids: Any, positions: Any, types: Any, *rest: Any) -> tuple[Tensor, ...]:
+    # word, position, type, weight, bias
     return tuple(
-        dy.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
-        for t in tables[:5]  # word, position, type, weight, bias
+        torch.empty_like(one, memory_format=torch.contiguous_format) if one is not None and wanted else dy.new_empty(0)
+        for one, wanted in zip(rest[:5], rest[-1], strict=True)
     )
 
 
 _embedding_norm_backward = define(
     "embedding_norm_backward(Tensor dy, Tensor ids, Tensor? positions, Tensor? types, Tensor word, Tensor? position,"
-    " Tensor? type, Tensor weight, Tensor? bias, Tensor stats, Tensor? key, float p, int skip)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? type, Tensor weight, Tensor? bias, Tensor stats, Tensor? key, float p, int skip,"
+    " bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _norm_backward_kernel,
     _norm_backward_fake,
 )

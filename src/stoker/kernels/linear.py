@@ -4,8 +4,8 @@
     dx = sum of dy_i W_i,   dW_i = dy_i^T x,   db_i = column sums of dy_i
 
 Several weights are q, k and v: one pass over x and one result, while each stays the parameter it is. Saved for backward: x
-and the weights. x may be bf16 while the weights are fp32 (master weights); sums are fp32, y has the type of x, gradients the
-type of what they belong to.
+if a weight is trained, and the weights if x needs a gradient. x may be bf16 while the weights are fp32 (master weights); sums
+are fp32, y has the type of x, gradients the type of what they belong to.
 """
 
 from __future__ import annotations
@@ -32,70 +32,82 @@ def linear_packed(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None, *, engine: str | None = None
 ) -> Tensor:
     """The results of `linear` with each of `weights`, side by side in the last dimension."""
-    if biases and any(bias is None for bias in biases):
-        raise ValueError("linear: one of the biases is None; give one for each weight or none")
-    check_device("linear", x=x)
-    for weight in weights:
-        check_device("linear", weight=weight)
-    for bias in biases or ():
-        check_device("linear", bias=bias)
-    if not x.dim():
-        raise ValueError("linear: x has no dimension; it must be (..., features)")
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() != 2 else x
+    flat = check_arguments("linear", x, weights, biases)
     y: Tensor = _linear(flat, list(weights), list(biases or ()), engine or "")
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _check(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> None:
-    check_tensor("linear", "x", x, shape=(None, None))
-    if not weights:
-        raise ValueError("linear: no weight given")
-    if biases and len(biases) != len(weights):
-        raise ValueError(f"linear: {len(weights)} weights but {len(biases)} biases; give one for each or none")
+def check_arguments(operator: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> Tensor:
+    """`x` as a matrix, after what has to be checked before torch's dispatcher sees the call."""
+    if biases and any(bias is None for bias in biases):
+        raise ValueError(f"{operator}: one of the biases is None; give one for each weight or none")
+    check_device(operator, x=x)
     for weight in weights:
-        check_tensor("linear", "weight", weight, shape=(None, x.shape[1]))
+        check_device(operator, weight=weight)
+    for bias in biases or ():
+        check_device(operator, bias=bias)
+    if not x.dim():
+        raise ValueError(f"{operator}: x has no dimension; it must be (..., features)")
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() != 2 else x
+
+
+def check_shapes(operator: str, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> None:
+    check_tensor(operator, "x", x, shape=(None, None))
+    if not weights:
+        raise ValueError(f"{operator}: no weight given")
+    if biases and len(biases) != len(weights):
+        raise ValueError(f"{operator}: {len(weights)} weights but {len(biases)} biases; give one for each or none")
+    for weight in weights:
+        check_tensor(operator, "weight", weight, shape=(None, x.shape[1]))
     for weight, bias in zip(weights, biases, strict=False):
-        check_tensor("linear", "bias", bias, shape=(weight.shape[0],))
+        check_tensor(operator, "bias", bias, shape=(weight.shape[0],))
 
 
-def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], engine: str) -> Tensor:
-    _check(x, weights, biases)
+def packed_products(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    engine: str,
+    more: dict[int, list[tuple[Tensor, Tensor]]] | None = None,
+) -> Tensor:
+    """[x W_i^T + b_i] side by side, without checks. `more` has terms (p, q): p q is added to the result of that index."""
     y = torch.empty(x.shape[0], sum(weight.shape[0] for weight in weights), dtype=x.dtype)
     column = 0
     for index, weight in enumerate(weights):
         width = weight.shape[0]
         chosen = engines.choose("nt", x.shape[0], width, x.shape[1], x.dtype, engine)
         out = y[:, column : column + width]
-        products.multiply([(x, weight.t())], out, biases[index] if biases else None, chosen)
+        terms = [(x, weight.t()), *(more or {}).get(index, ())]
+        products.multiply(terms, out, biases[index] if biases else None, chosen)
         column += width
     return y
+
+
+def _kernel(x: Tensor, weights: list[Tensor], biases: list[Tensor], engine: str) -> Tensor:
+    check_shapes("linear", x, weights, biases)
+    return packed_products(x, weights, biases, engine)
 
 
 def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], engine: str) -> Tensor:
     return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
 
 
-def _split(dy: Tensor, widths: list[int]) -> list[Tensor]:
-    return list(dy.split(widths, dim=1))
-
-
-def _input_gradient_kernel(dy: Tensor, weights: list[Tensor], engine: str) -> Tensor:
-    check_tensor("linear", "the gradient", dy, shape=(None, sum(weight.shape[0] for weight in weights)))
-    if dy.stride(1) != 1:
-        dy = dy.contiguous()
-    dx = torch.empty(dy.shape[0], weights[0].shape[1], dtype=dy.dtype)
-    chosen = engines.choose("nn", dy.shape[0], dx.shape[1], dy.shape[1], dy.dtype, engine)
-    parts = _split(dy, [weight.shape[0] for weight in weights])
+def _input_gradient_kernel(parts: list[Tensor], weights: list[Tensor], engine: str) -> Tensor:
+    for part, weight in zip(parts, weights, strict=True):
+        check_tensor("linear", "the gradient", part, shape=(parts[0].shape[0], weight.shape[0]))
+    dx = torch.empty(parts[0].shape[0], weights[0].shape[1], dtype=parts[0].dtype)
+    depth = sum(part.shape[1] for part in parts)
+    chosen = engines.choose("nn", dx.shape[0], dx.shape[1], depth, dx.dtype, engine)
     products.multiply(list(zip(parts, weights, strict=True)), dx, None, chosen)
     return dx
 
 
-def _input_gradient_fake(dy: Tensor, weights: list[Tensor], engine: str) -> Tensor:
-    return dy.new_empty(dy.shape[0], weights[0].shape[1])
+def _input_gradient_fake(parts: list[Tensor], weights: list[Tensor], engine: str) -> Tensor:
+    return parts[0].new_empty(parts[0].shape[0], weights[0].shape[1])
 
 
-_input_gradient = define(
-    "linear_input_gradient(Tensor dy, Tensor[] weights, str engine) -> Tensor",
+input_gradient = define(
+    "linear_input_gradient(Tensor[] parts, Tensor[] weights, str engine) -> Tensor",
     _input_gradient_kernel,
     _input_gradient_fake,
 )
@@ -114,7 +126,7 @@ def _weight_gradient_fake(dy: Tensor, x: Tensor, dtype: torch.dtype, engine: str
     return dy.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
 
 
-_weight_gradient = define(
+weight_gradient = define(
     "linear_weight_gradient(Tensor dy, Tensor x, ScalarType dtype, str engine) -> Tensor",
     _weight_gradient_kernel,
     _weight_gradient_fake,
@@ -129,14 +141,21 @@ def _bias_gradient_fake(dy: Tensor, dtype: torch.dtype) -> Tensor:
     return dy.new_empty(dy.shape[1], dtype=dtype)
 
 
-_bias_gradient = define(
+bias_gradient = define(
     "linear_bias_gradient(Tensor dy, ScalarType dtype) -> Tensor", _bias_gradient_kernel, _bias_gradient_fake
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weights, biases, engine = inputs
-    ctx.save_for_backward(x, *weights)
+    x, weights, _, _ = inputs
+    note_base(ctx, *inputs)
+    ctx.save_for_backward(x if any(ctx.wants[1]) else None, *(weights if x.requires_grad else ()))
+
+
+def note_base(ctx: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor], engine: str) -> None:
+    """What `columns_of` and `base_gradients` read in backward."""
+    ctx.widths = [weight.shape[0] for weight in weights]
+    ctx.weight_dtypes = [weight.dtype for weight in weights]
     ctx.bias_dtypes = [bias.dtype for bias in biases]
     ctx.engine = engine
     ctx.wants = (
@@ -148,20 +167,28 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
-    wants_x, wants_weights, wants_biases = ctx.wants
-    if dy.stride(1) != 1:
-        dy = dy.contiguous()
-    parts = _split(dy, [weight.shape[0] for weight in weights])
-    dx = _input_gradient(dy, weights, ctx.engine) if wants_x else None
+    parts = columns_of(ctx, dy)
+    dx = input_gradient(parts, weights, ctx.engine) if ctx.wants[0] else None
+    return dx, *base_gradients(ctx, parts, x), None
+
+
+def columns_of(ctx: Any, dy: Tensor) -> list[Tensor]:
+    """The gradient of each weight's own result."""
+    return list((dy if dy.stride(1) == 1 else dy.contiguous()).split(ctx.widths, dim=1))
+
+
+def base_gradients(ctx: Any, parts: list[Tensor], x: Tensor | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """dW_i and db_i, None where `ctx.wants` wants none."""
+    _, wants_weights, wants_biases = ctx.wants
     dweights = [
-        _weight_gradient(part, x, weight.dtype, ctx.engine) if wanted else None
-        for part, weight, wanted in zip(parts, weights, wants_weights, strict=True)
+        weight_gradient(part, x, dtype, ctx.engine) if wanted else None
+        for part, dtype, wanted in zip(parts, ctx.weight_dtypes, wants_weights, strict=True)
     ]
     dbiases = [
-        _bias_gradient(part, dtype) if wanted else None
+        bias_gradient(part, dtype) if wanted else None
         for part, dtype, wanted in zip(parts, ctx.bias_dtypes, wants_biases, strict=False)
     ]
-    return dx, dweights, dbiases, None
+    return dweights, dbiases
 
 
 _linear = define(

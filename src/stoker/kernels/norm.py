@@ -6,7 +6,7 @@
 
 Saved for backward: x and residual (which the neighbouring operators hold anyway), or z alone where z is an output; mean
 and 1/sqrt(...) of each row; the dropout key. Forward reads x and residual and writes y; backward reads dy, x and
-residual and writes dx and dresidual, with the gradients of weight, bias and x_bias in the same pass.
+residual and writes dx and dresidual, with the gradients of weight, bias and x_bias in the same pass unless they are frozen.
 """
 
 from __future__ import annotations
@@ -181,6 +181,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(stats)
     ctx.has_residual = residual is not None
+    ctx.wants = [one is not None and one.requires_grad for one in (weight, bias, x_bias)]
     # Where z is an output, somebody else keeps it alive too, and x and residual can go.
     saved = (None, None, z) if keep else (x, residual, None)
     ctx.save_for_backward(*saved, weight, bias, x_bias, stats, key)
@@ -192,20 +193,13 @@ def _backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, _: Any) -> tuple[A
         if dz is None:
             return (None,) * 10
         dy = torch.zeros_like(dz)
-    dsum, dx, dweight, dbias, dx_bias = _dropout_add_norm_backward(
-        dy, dz, x, residual, z, weight, bias, x_bias, stats, key, ctx.p, ctx.rms, ctx.has_residual
+    dsum, dx, *parameters = _dropout_add_norm_backward(
+        dy, dz, x, residual, z, weight, bias, x_bias, stats, key, ctx.p, ctx.rms, ctx.has_residual, ctx.wants
     )
     dx = dx if key is not None else dsum
     dresidual = dsum if ctx.has_residual else None
-    no = (None,) * 5
-    return (
-        dx,
-        dresidual,
-        dweight,
-        dbias if bias is not None else None,
-        dx_bias if x_bias is not None else None,
-        *no,
-    )
+    wanted = (one if wants else None for one, wants in zip(parameters, ctx.wants, strict=True))
+    return dx, dresidual, *wanted, *(None,) * 5
 
 
 def _backward_kernel(
@@ -222,42 +216,46 @@ def _backward_kernel(
     p: float,
     rms: bool,
     has_residual: bool,
+    wants: list[bool],
 ) -> tuple[Tensor, ...]:
     dy, weight = dy.contiguous(), weight.contiguous()
     dz, x, residual, z, x_bias = (_contiguous(t) for t in (dz, x, residual, z, x_bias))
-    out = _backward_results(dy, weight, bias, x_bias, key, has_residual)
-    dsum, dx, dweight, dbias, dx_bias = out
+    out = _backward_results(dy, (weight, bias, x_bias), key, has_residual, wants)
+    dsum, dx, *parameters = out
+    dweight, dbias, dx_bias = (one if wanted else None for one, wanted in zip(parameters, wants, strict=True))
     _call(
         "stoker_layer_norm_backward", dy, x_bias, weight, bias, key, x=x, residual=residual, z=z, stats=stats, dy=dy, dz=dz,
         dx=dx if key is not None else None, dresidual=dsum if key is None or has_residual else None, dweight=dweight,
-        dbias=dbias if bias is not None else None, dx_bias=dx_bias if x_bias is not None else None, p=p, rms=rms,
+        dbias=dbias, dx_bias=dx_bias, p=p, rms=rms,
     )  # fmt: skip
     return out
 
 
 def _backward_fake(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _, _, _, _, weight, bias, x_bias, _, key, _, _, has_residual = rest
-    return _backward_results(dy, weight, bias, x_bias, key, has_residual)
+    _, _, _, _, weight, bias, x_bias, _, key, _, _, has_residual, wants = rest
+    return _backward_results(dy, (weight, bias, x_bias), key, has_residual, wants)
 
 
 def _backward_results(
-    dy: Tensor, weight: Tensor, bias: Tensor | None, x_bias: Tensor | None, key: Tensor | None, has_residual: bool
+    dy: Tensor, parameters: tuple[Tensor | None, ...], key: Tensor | None, has_residual: bool, wants: list[bool]
 ) -> tuple[Tensor, ...]:
+    """The gradients of the sum, of x and of the parameters, each empty where nobody asks for it."""
     nothing = dy.new_empty
     full = torch.empty_like(dy, memory_format=torch.contiguous_format)
     return (
         full if key is None or has_residual else nothing(0),
         torch.empty_like(full) if key is not None else nothing(0),
-        torch.empty_like(weight, memory_format=torch.contiguous_format),
-        nothing(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format),
-        nothing(0) if x_bias is None else torch.empty_like(x_bias, memory_format=torch.contiguous_format),
+        *(
+            torch.empty_like(one, memory_format=torch.contiguous_format) if one is not None and wanted else nothing(0)
+            for one, wanted in zip(parameters, wants, strict=True)
+        ),
     )
 
 
 _dropout_add_norm_backward = define(
     "dropout_add_norm_backward(Tensor dy, Tensor? dz, Tensor? x, Tensor? residual, Tensor? z, Tensor weight,"
-    " Tensor? bias, Tensor? x_bias, Tensor stats, Tensor? key, float p, bool rms, bool has_residual)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? bias, Tensor? x_bias, Tensor stats, Tensor? key, float p, bool rms, bool has_residual,"
+    " bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_kernel,
     _backward_fake,
 )

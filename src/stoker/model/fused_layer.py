@@ -1,8 +1,8 @@
 """The fused transformer layer: one forward for every family of the table.
 
-It reads the weights of the stock modules and calls the native kernels over packed rows (tokens, width). A module that is
-wrapped (LoRA), hooked or parametrized is called instead, and its neighbours stay fused. Shape suffixes: T tokens, H hidden
-size, F feed-forward size.
+It reads the weights of the stock modules, and of LoRA adapters around them, and calls the native kernels over packed rows
+(tokens, width). A module that is wrapped otherwise, hooked or parametrized is called instead, and its neighbours stay fused.
+Shape suffixes: T tokens, H hidden size, F feed-forward size.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from stoker.kernels.activation import bias_activation, gated_activation
 from stoker.kernels.attention import attention_packed
 from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding_layer_norm_dropout
-from stoker.kernels.linear import linear, linear_packed
+from stoker.kernels.lora import lora_linear_packed
 from stoker.kernels.norm import dropout_add_layer_norm, layer_norm
+from stoker.model.adapters import LinearParts, read_linear
 from stoker.model.class_swap import Optimized, child, named, plain, stock_wanted
 from stoker.model.families import Family, transformers_major
-from stoker.model.leaf_modules import activation_kind, only_gathers
+from stoker.model.leaf_modules import activation_kind, dropout_probability, only_gathers
 from stoker.model.sequences import Sequences, ambient, attach
 
 __all__ = ["FusedEmbeddings", "FusedLayer", "RelativeBias"]
@@ -34,6 +35,10 @@ class FusedLayer(Optimized):
     def stoker_called(self) -> list[nn.Module]:
         """The modules inside that are called instead of read."""
         return _Parts(self, self.stoker_row, self.stoker_settings.fuse).called()
+
+    def stoker_adapted(self) -> list[nn.Module]:
+        """The modules inside whose weights are read together with those of their adapters."""
+        return _Parts(self, self.stoker_row, self.stoker_settings.fuse).adapted()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "stoker_sequences" in kwargs:
@@ -130,16 +135,16 @@ class _Parts:
     def project(self, path: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x W^T, and the bias that the next kernel still has to add."""
         module = child(self.layer, path)
-        if self.fuse and plain(module, nn.Linear):
-            return linear(x, module.weight), module.bias
+        if self.fuse and (parts := read_linear(module)) is not None:
+            return lora_linear_packed(x, [parts.weight], None, [parts.adapters]), parts.bias
         return _call(module, x), None
 
     def project_together(self, paths: tuple[str, ...], x: Tensor) -> Tensor:
         """The projections of `x` by several linear layers side by side, as one product."""
         modules = [child(self.layer, path) for path in paths]
-        if self.fuse and _alike(modules):
-            biases = [module.bias for module in modules if module.bias is not None]
-            return linear_packed(x, [module.weight for module in modules], biases)
+        if self.fuse and (read := _read_together(modules)) is not None:
+            biases = [parts.bias for parts in read if parts.bias is not None]
+            return lora_linear_packed(x, [parts.weight for parts in read], biases, [parts.adapters for parts in read])
         outputs = [_call(module, x) for module in modules]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
@@ -180,20 +185,15 @@ class _Parts:
 
     def probability(self, path: str | None) -> float | None:
         """The dropout probability in force, None if the module has to be called."""
-        module = None if path is None else child(self.layer, path)
-        if module is None or plain(module, nn.Identity):
-            return 0.0
-        if not plain(module, nn.Dropout):
-            return None
-        return float(module.p) if module.training else 0.0
+        return dropout_probability(None if path is None else child(self.layer, path))
 
     def called(self) -> list[nn.Module]:
         """The modules that are called, because reading their weights would not be equivalent."""
         row = self.row
         qkv = [child(self.layer, path) for path in row.projections()]
-        called = [] if _alike(qkv) else qkv
+        called = qkv if _read_together(qkv) is None else []
         linears = [child(self.layer, path) for path in (row.out, row.up, row.down)]
-        called += [module for module in linears if not plain(module, nn.Linear)]
+        called += [module for module in linears if read_linear(module) is None]
         # a norm is read together with the dropout before it
         before = (None, row.out_dropout) if row.pre_norm else (row.out_dropout, row.down_dropout)
         for path, drop in zip((row.attention_norm, row.down_norm), before, strict=True):
@@ -205,10 +205,20 @@ class _Parts:
         called += [activation] if activation_kind(activation) is None and isinstance(activation, nn.Module) else []
         return called
 
+    def adapted(self) -> list[nn.Module]:
+        """The linear layers that are read together with their adapters."""
+        if not self.fuse:
+            return []
+        called = self.called()
+        paths = (*self.row.projections(), self.row.out, self.row.up, self.row.down)
+        linears = [module for path in paths if (module := child(self.layer, path)) not in called]
+        return [module for module in linears if (parts := read_linear(module)) is not None and parts.adapters]
 
-def _alike(modules: list[Any]) -> bool:
-    """Whether the weights of these linear layers can be read side by side: all plain, with a bias each or none."""
-    return all(plain(module, nn.Linear) for module in modules) and len({m.bias is None for m in modules}) == 1
+
+def _read_together(modules: list[Any]) -> list[LinearParts] | None:
+    """The weights of these linear layers, None if they cannot be read side by side: all of them, with a bias each or none."""
+    read = [parts for module in modules if (parts := read_linear(module)) is not None]
+    return read if len(read) == len(modules) and len({parts.bias is None for parts in read}) == 1 else None
 
 
 def _weighted(norm: Any) -> bool:

@@ -17,9 +17,9 @@ from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding
 from stoker.kernels.linear import linear
 from stoker.kernels.norm import layer_norm, rms_norm
-from stoker.model.class_swap import Optimized, stock_class, stock_wanted
+from stoker.model.class_swap import Optimized, plain, stock_class, stock_wanted
 
-__all__ = ["LeafDropout", "activation_kind", "kernel_for", "only_gathers"]
+__all__ = ["LeafDropout", "activation_kind", "dropout_probability", "kernel_for", "only_gathers"]
 
 # Below these sizes the overhead of a kernel's autograd function (tens of microseconds) is more than it saves.
 SMALL_ELEMENTS = 1 << 14
@@ -171,6 +171,15 @@ def activation_kind(module: Any) -> str | None:
     if cls is nn.ReLU:
         return "relu"
     return _ACTIVATIONS.get(cls.__name__) if cls.__module__ == "transformers.activations" else None
+
+
+def dropout_probability(module: Any) -> float | None:
+    """The probability of a dropout module in force, None if the module has to be called."""
+    if module is None or plain(module, nn.Identity):
+        return 0.0
+    if not plain(module, nn.Dropout):
+        return None
+    return float(module.p) if module.training else 0.0
 
 
 class LeafRMSNorm(Optimized):

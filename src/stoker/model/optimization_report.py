@@ -1,7 +1,7 @@
 """What `optimize` did to a model, what it left alone, and why, read from the modules as they are now.
 
 Only modules that a training step calls are counted. A fused layer reads the weights of the modules inside it instead of
-calling them, so those are part of it; a linear layer or a norm is listed only where it is called.
+calling them, so those are part of it; a linear layer or a norm is listed only where it is called, or has LoRA adapters.
 """
 
 from __future__ import annotations
@@ -89,6 +89,10 @@ def report(model: nn.Module) -> Report:
     called = list(_called(model, any(map(_runs_padding_free, model.modules()))))
     counts = Counter(
         (_part(module), stock_class(type(module)).__name__) for module in called if isinstance(module, Optimized)
+    )
+    layers = [module for module in called if isinstance(module, FusedLayer)]
+    counts.update(
+        ("LoRA linear", stock_class(type(one)).__name__) for layer in layers for one in layer.stoker_adapted()
     )
     notes = _NOTES.get(model, Notes())
     settings = notes.switches or next((m.stoker_settings for m in model.modules() if isinstance(m, Optimized)), None)

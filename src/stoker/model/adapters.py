@@ -1,0 +1,76 @@
+"""Linear layers whose weights can be read instead of calling them: plain ones, and those that peft wrapped with LoRA.
+
+peft is not imported: its layer is recognised by the name of its class and read by its public attributes. Whatever changes the
+formula (merged or disabled adapters, DoRA and other variants, biases, quantized weights, hooks) makes the layer unreadable,
+and the caller calls it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stoker.kernels.lora import Adapter
+from stoker.model.class_swap import plain, unhooked
+from stoker.model.leaf_modules import dropout_probability
+
+__all__ = ["LinearParts", "read_linear"]
+
+
+@dataclass(frozen=True)
+class LinearParts:
+    """What a linear layer computes: x weight^T + bias + what its adapters add."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapters: tuple[Adapter, ...] = ()
+
+
+def read_linear(module: Any) -> LinearParts | None:
+    """The weights of a linear layer, None if the module has to be called."""
+    if plain(module, nn.Linear):
+        return LinearParts(module.weight, module.bias)
+    cls = type(module)
+    # subclasses may have another forward
+    if (cls.__module__, cls.__qualname__) != ("peft.tuners.lora.layer", "Linear"):
+        return None
+    try:
+        return _read_lora(module)
+    except (AttributeError, KeyError):  # a version of peft with other attributes
+        return None
+
+
+def _read_lora(module: Any) -> LinearParts | None:
+    base = module.base_layer
+    # adapter_names of a mixed batch arrive through a hook
+    if not plain(base, nn.Linear) or not unhooked(module):
+        return None
+    if module.disable_adapters or module.merged or module.fan_in_fan_out:
+        return None
+    # as in peft, an adapter that this layer does not have is active in others only
+    adapters = [_read_adapter(module, name) for name in module.active_adapters if name in module.lora_A]
+    found = tuple(one for one in adapters if one is not None)
+    tensors = [base.weight, *(one for adapter in found for one in (adapter.a, adapter.b))]
+    if len(found) < len(adapters) or not all(map(_native, tensors)):
+        return None
+    return LinearParts(base.weight, base.bias, found)
+
+
+def _read_adapter(module: Any, name: str) -> Adapter | None:
+    a, b, drop = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    scaling, p = module.scaling[name], dropout_probability(drop)
+    if name in module.lora_variant or module.use_dora[name]:
+        return None
+    if not plain(a, nn.Linear) or not plain(b, nn.Linear) or a.bias is not None or b.bias is not None:
+        return None
+    # dropout in place would change the input of the other layers too; compiled hot swapping makes scaling a tensor
+    if p is None or getattr(drop, "inplace", False) or not isinstance(scaling, (int, float)):
+        return None
+    return Adapter(a.weight, b.weight, float(scaling), p)
+
+
+def _native(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16)
