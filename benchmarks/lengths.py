@@ -1,7 +1,7 @@
 """Token counts of real examples, stored as numbers so that the benchmarks need no data set.
 
 Drawn at random from the training sets with the uncased BERT tokenizer: SQuAD v1.1 as run_qa.py cuts it (max_seq_length 384,
-doc_stride 128), MRPC as sentence pairs.
+doc_stride 128), MRPC as sentence pairs; and with SmolLM2's tokenizer and chat template: instructions of Alpaca.
 """
 
 from __future__ import annotations
@@ -45,3 +45,15 @@ MRPC = (
     (33, 44, 41, 65, 58, 48, 54, 71, 61, 36, 63, 56, 65, 34, 38, 48),
 )
 """16 batches of 16 pairs."""
+
+ALPACA = (
+    ((65, 9), (335, 296), (54, 9), (208, 166), (348, 253), (427, 385), (339, 299), (212, 166)),
+    ((561, 517), (296, 260), (125, 84), (509, 464), (94, 26), (82, 39), (398, 355), (61, 10)),
+    ((69, 22), (151, 108), (65, 19), (364, 322), (48, 9), (61, 8), (113, 72), (75, 35)),
+    ((325, 286), (370, 268), (299, 264), (313, 272), (143, 92), (148, 103), (82, 37), (129, 91)),
+    ((322, 277), (227, 184), (86, 17), (410, 358), (235, 197), (178, 143), (209, 171), (100, 62)),
+    ((258, 128), (139, 100), (57, 10), (62, 22), (86, 35), (316, 275), (69, 13), (64, 11)),
+    ((301, 257), (95, 41), (73, 29), (177, 128), (561, 519), (98, 51), (316, 272), (68, 31)),
+    ((65, 13), (82, 42), (55, 10), (303, 265), (162, 103), (88, 32), (288, 241), (348, 309)),
+)
+"""8 batches of 8 rows: tokens, and how many of them belong to the answer. 48% of the positions are real tokens."""

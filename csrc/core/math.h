@@ -18,13 +18,11 @@ inline uint32_t as_bits(float value) {
   return bits;
 }
 
-// exp(x) = 2^n (1 + r + tail): 2^n by bits, the rest by a minimax polynomial on [-ln2/2, ln2/2] (relative error 3e-9). It is
-// evaluated in pairs, not by Horner's rule: the chain of dependent steps is what bounds the speed of a loop around it.
-struct ExpParts {
-  float t, r, tail;  // n is in the low bits of t
-};
-
-inline ExpParts exp_parts(float x) {
+// exp(x) for x <= 0, within 2 ulp: 2^n by bits, the rest by a minimax polynomial on [-ln2/2, ln2/2] (relative error 3e-9).
+// exp(-inf) = 0, exp(NaN) = NaN; results below 2^-125 become 0. The polynomial is evaluated in pairs, not by Horner's rule:
+// the chain of dependent steps is what bounds the speed of a loop around it.
+inline float exp_nonpositive(float x) {
+  constexpr float kLowest = -86.643397f;  // -125 ln 2
   constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
   const float t = x * kLog2e + kRound;
@@ -32,16 +30,9 @@ inline ExpParts exp_parts(float x) {
   const float r = (x - n * kLn2High) - n * kLn2Low;
   const float r2 = r * r;
   const float high = (0.041668391f + 0.0083687451f * r) + r2 * 0.0013814539f;
-  return {t, r, r2 * ((0.49999993f + 0.1666652f * r) + r2 * high)};
-}
-
-// exp(x) for x <= 0, within 2 ulp. exp(-inf) = 0, exp(NaN) = NaN; results below 2^-125 become 0.
-inline float exp_nonpositive(float x) {
-  constexpr float kLowest = -86.643397f;  // -125 ln 2
-  const ExpParts e = exp_parts(x);
-  const float p = (1.0f + e.r) + e.tail;
+  const float p = (1.0f + r) + r2 * ((0.49999993f + 0.1666652f * r) + r2 * high);
   // Twice 2^(n - 1): 2^128, which exp() below can need, does not exist as a float. The shift drops all bits of t but n.
-  const float scaled = (p + p) * as_float((as_bits(e.t) << 23) + (126u << 23));
+  const float scaled = (p + p) * as_float((as_bits(t) << 23) + (126u << 23));
   return x < kLowest ? 0.0f : scaled;
 }
 
@@ -58,17 +49,6 @@ struct Sigmoid {
 };
 
 inline float magnitude(float x) { return as_float(as_bits(x) & 0x7fffffffu); }
-
-// tanh(x), within 4 ulp also near 0: by m = exp(-2 |x|) - 1, where 1 + r + tail is not rounded before 1 is taken off.
-inline float tanh(float x) {
-  constexpr float kOne = -18.1f;  // from here on tanh is 1 in fp32
-  const float y = -2.0f * magnitude(x);
-  const ExpParts e = exp_parts(y < kOne ? kOne : y);
-  const float power = as_float((as_bits(e.t) << 23) + (127u << 23));
-  const float m = power * (e.r + e.tail) + (power - 1.0f);
-  const float value = -m / (2.0f + m);
-  return x < 0.0f ? -value : value;
-}
 
 inline float sigmoid_exp(float x) { return exp_nonpositive(-magnitude(x)); }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from stoker.after_import import after_import
+
 if TYPE_CHECKING:
     from stoker.hf.arguments import TrainingArguments as TrainingArguments
     from stoker.hf.trainer import Trainer as Trainer
@@ -34,6 +36,16 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
+
+
+def _register_attention() -> None:
+    from stoker.model.attention_interface import register
+
+    register()
+
+
+# transformers' `attn_implementation="stoker"` works as soon as both are imported, in either order.
+after_import("transformers.modeling_utils", _register_attention)
 
 
 def __dir__() -> list[str]:

@@ -106,6 +106,19 @@ PARTS: dict[str, Part] = {
             "transformers.integrations.neftune:neftune_post_forward_hook | transformers.trainer_utils:neftune_post_forward_hook",
         ),
     ),
+    "attention interface": Part(
+        "the attention implementation 'stoker' is not available, and models outside the table keep their padding",
+        (
+            "transformers.modeling_utils:AttentionInterface.register(key, value)",
+            "transformers.modeling_utils:PreTrainedModel._can_set_attn_implementation",
+            "transformers.masking_utils:AttentionMaskInterface.register(key, value)",
+            "transformers.masking_utils:and_masks",
+            "transformers.masking_utils:packed_sequence_mask_function(packed_sequence_mask)",
+            "transformers.masking_utils:sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, "
+            "attention_mask, local_size, ...)",
+            "transformers.integrations.sdpa_attention:sdpa_attention_forward(module, query, key, value, attention_mask, ...)",
+        ),
+    ),
     "masked-LM loss": Part(
         "the masked-LM loss is computed as transformers does",
         ("transformers.modeling_utils:PreTrainedModel.loss_function{_loss_function}",),

@@ -8,15 +8,15 @@ nothing. What the subclasses rely on is listed in `stoker.requires`.
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+from stoker.after_import import ImportHook
 from stoker.errors import UserError
 from stoker.hf import imports
 from stoker.requires import VERSIONS, release, supported
@@ -33,7 +33,7 @@ def install(*, optimise: bool = True, backend: str | None = None, first: bool = 
     imports.install(layer.print_once)
     for name in _HOOKS:
         if name in sys.modules:
-            layer.after_import(name)
+            layer.imported(name)
     return layer
 
 
@@ -51,15 +51,16 @@ def check_version(package: str, version: str | None = None) -> None:
         )
 
 
-class Layer(importlib.abc.MetaPathFinder):
+class Layer(ImportHook):
     """An import hook that replaces classes as soon as their modules have been imported."""
 
     def __init__(self, optimise: bool, backend: str | None, first: bool) -> None:
+        super().__init__()
+        self.names = _HOOKS
         self.optimise = optimise
         self.backend = backend
         self._first = first
         self._printed: set[str] = set()
-        self._busy: set[str] = set()
         self._trained_plainly: bool | None = None
         """Whether no model was optimised when an optimizer first stepped; None before that."""
 
@@ -82,42 +83,9 @@ class Layer(importlib.abc.MetaPathFinder):
             self._printed.add(line)
             print(f"stoker: {line}", file=sys.stderr)
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _HOOKS or name in self._busy:
-            return None
-        self._busy.add(name)  # so that the other finders look for the module itself
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._busy.discard(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, lambda: self.after_import(name))
-        return spec
-
-    def after_import(self, name: str) -> None:
+    def imported(self, name: str) -> None:
         for replace in _HOOKS[name]:
             replace(self)
-
-
-class _Then(importlib.abc.Loader):
-    """A loader that calls `then` after its module has been executed."""
-
-    def __init__(self, loader: Any, then: Callable[[], None]) -> None:
-        self._loader = loader
-        self._then = then
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._then()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
 
 def _arguments(layer: Layer) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.lora import Adapter
-from stoker.model.class_swap import plain, unhooked
-from stoker.model.leaf_modules import dropout_probability
+from stoker.model.class_swap import ordinary, plain, unhooked
+from stoker.model.leaf_modules import dropout_probability, is_conv1d
 
 __all__ = ["LinearParts", "read_linear"]
 
@@ -31,8 +31,8 @@ class LinearParts:
 
 def read_linear(module: Any) -> LinearParts | None:
     """The weights of a linear layer, None if the module has to be called."""
-    if plain(module, nn.Linear):
-        return LinearParts(module.weight, module.bias)
+    if (base := _read_base(module)) is not None:
+        return base
     cls = type(module)
     # subclasses may have another forward
     if (cls.__module__, cls.__qualname__) != ("peft.tuners.lora.layer", "Linear"):
@@ -43,12 +43,21 @@ def read_linear(module: Any) -> LinearParts | None:
         return None
 
 
+def _read_base(module: Any) -> LinearParts | None:
+    """A linear layer without adapters; the weight of transformers' Conv1D (GPT-2) is (in, out)."""
+    if plain(module, nn.Linear):
+        return LinearParts(module.weight, module.bias)
+    if is_conv1d(module) and unhooked(module) and ordinary(module):
+        return LinearParts(module.weight.t(), module.bias)
+    return None
+
+
 def _read_lora(module: Any) -> LinearParts | None:
-    base = module.base_layer
+    base = _read_base(module.base_layer)
     # adapter_names of a mixed batch arrive through a hook
-    if not plain(base, nn.Linear) or not unhooked(module):
+    if base is None or not unhooked(module):
         return None
-    if module.disable_adapters or module.merged or module.fan_in_fan_out:
+    if module.disable_adapters or module.merged or module.fan_in_fan_out != is_conv1d(module.base_layer):
         return None
     # as in peft, an adapter that this layer does not have is active in others only
     adapters = [_read_adapter(module, name) for name in module.active_adapters if name in module.lora_A]

@@ -26,6 +26,8 @@ __all__ = [
     "child",
     "is_exporting",
     "named",
+    "ordinary",
+    "parameter_names",
     "plain",
     "restore_class",
     "stock_class",
@@ -142,12 +144,13 @@ def _forward(override: type[Optimized], stock: Callable[..., Any]) -> Callable[.
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call to `module`'s stock forward by name, without those that are None."""
-    call = dict(zip(_parameter_names(type(module)), args, strict=False), **kwargs)
+    call = dict(zip(parameter_names(type(module)), args, strict=False), **kwargs)
     return {name: value for name, value in call.items() if value is not None}
 
 
 @cached
-def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
+def parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    """The names of the parameters of the stock forward."""
     return tuple(inspect.signature(stock_class(cls).forward).parameters)[1:]
 
 
@@ -170,13 +173,13 @@ def child(module: nn.Module, path: str) -> Any:
 def plain(module: Any, kind: type[nn.Module]) -> bool:
     """Whether reading the weights of `module` is equivalent to calling it: exactly a `kind`, not wrapped, not hooked."""
     cls = type(module)
-    return (cls is kind or cls.__dict__.get("stoker_stock") is kind) and unhooked(module) and _ordinary(module)
+    return (cls is kind or cls.__dict__.get("stoker_stock") is kind) and unhooked(module) and ordinary(module)
 
 
 _ORDINARY = (Tensor, nn.Parameter)
 
 
-def _ordinary(module: nn.Module) -> bool:
+def ordinary(module: nn.Module) -> bool:
     """Whether the weights are plain tensors: quantized or distributed ones have their own multiplication."""
     for parameter in module._parameters.values():  # noqa: SIM110 - several times per layer, and all() is slow
         if parameter is not None and type(parameter) not in _ORDINARY:

@@ -1,4 +1,4 @@
-"""The table of encoder families: where each keeps the parts of a transformer layer, and what else differs.
+"""The table of families: where each architecture keeps the parts of a transformer layer, and what else differs.
 
 One row per family; paths are attributes of the layer (or of the model, for heads). To add an architecture, add a row:
 docs/optimize.md explains how. Nothing here imports transformers: classes are recognized by name.
@@ -6,123 +6,16 @@ docs/optimize.md explains how. Nothing here imports transformers: classes are re
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+import torch
 from torch import nn
 
 from stoker.model.class_swap import cached, stock_class
+from stoker.model.family import Family, MaskedLM, Role
 
 __all__ = ["FAMILIES", "Family", "MaskedLM", "Role", "find", "in_table", "transformers_major"]
-
-Role = Literal["base", "layer", "embeddings", "relative_bias_class", "question_answering", "masked_lm_model"]
-"""The fields of a row that name a class."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskedLM:
-    """Where a masked-LM head, decoder(norm(activation(dense(hidden)))), keeps its parts."""
-
-    dense: str
-    norm: str
-    decoder: str
-    activation: str | None = None
-    """None: the head calls gelu as a function."""
-    counts_items: bool = False
-    """The loss is a sum divided by num_items_in_batch, if a trainer passes that."""
-
-    def containers(self) -> tuple[str, ...]:
-        """The modules that contain these parts; the fused loss does not call them."""
-        return _containers(self.dense, self.norm, self.decoder)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Family:
-    """One encoder architecture. Paths are attributes of the layer unless stated otherwise."""
-
-    name: str
-    folder: str
-    """The classes are defined in transformers.models.<folder>.modeling_<folder>."""
-    base: str
-    layer: str
-    embeddings: str
-    question_answering: str
-    masked_lm_model: str
-
-    # attention
-    query: str = "attention.self.query"
-    key: str = "attention.self.key"
-    value: str = "attention.self.value"
-    packed: str | None = None
-    """Path of one linear layer that computes q, k and v side by side, instead of the three above."""
-    head_size: str = "attention.self.attention_head_size"
-    attention_dropout: str = "attention.self.dropout"
-    """A dropout module or a number."""
-    attention_dropout_called: bool = False
-    """Stock calls that module, so its own training flag counts; else its probability applies while the layer is in training."""
-    out: str = "attention.output.dense"
-    out_dropout: str | None = "attention.output.dropout"
-    attention_norm: str = "attention.output.LayerNorm"
-    """After attention and residual; with `pre_norm`: before attention."""
-    window: Callable[[Any], int | None] | None = None
-    """How many tokens to each side a given layer attends to; None: all."""
-    rotary: str | None = None
-    """Name of the layer's argument that contains (cos, sin)."""
-    relative_bias: str | None = None
-    """Name of the layer's argument that contains a bias (1, heads, length, length)."""
-    relative_bias_class: str | None = None
-    """The class whose compute_position_bias(hidden) computes that bias."""
-
-    # feed forward
-    up: str = "intermediate.dense"
-    activation: str = "intermediate.intermediate_act_fn"
-    gated: bool = False
-    inner_dropout: str | None = None
-    down: str = "output.dense"
-    down_dropout: str | None = "output.dropout"
-    down_norm: str = "output.LayerNorm"
-    """After feed forward and residual; with `pre_norm`: before feed forward."""
-    pre_norm: bool = False
-    tuple_until: int = 0
-    """Layers return a tuple in transformers up to this major version."""
-    since: int = 4
-    """The row applies to transformers from this major version on."""
-
-    # embeddings: paths in the embeddings module
-    word: str = "word_embeddings"
-    position: str | None = "position_embeddings"
-    token_type: str | None = "token_type_embeddings"
-    embedding_norm: str = "LayerNorm"
-    embedding_dropout: str = "dropout"
-    positions_after_padding: bool = False
-    """Positions count from padding_idx + 1, and padding tokens do not count (RoBERTa)."""
-
-    # the model around the layers
-    pooled: Callable[[Any, Any], Any] = lambda model, hidden: model.pooler(hidden)
-    """The pooler's output from hidden states (batch, length, width)."""
-    empty_mask: object = None
-    """The attention mask for which the stock base model builds none."""
-    pooler_slot_until: int = 0
-    """With return_dict=False the output has an element for the pooler, even if None, up to this major version of transformers."""
-    span_logits: str = "qa_outputs"
-    """Path in the question-answering model of the module that computes start and end logits."""
-    masked_lm: MaskedLM | None = None
-
-    def projections(self) -> tuple[str, ...]:
-        """The linear layers that compute q, k and v."""
-        return (self.packed,) if self.packed else (self.query, self.key, self.value)
-
-    def containers(self) -> tuple[str, ...]:
-        """The modules inside a layer that contain the parts; the fused layer does not call them."""
-        return _containers(*self.projections(), self.out, self.attention_norm, self.up, self.down, self.down_norm)
-
-
-def _containers(*paths: str) -> tuple[str, ...]:
-    """Every proper prefix of these paths, once."""
-    prefixes = (path[:end] for path in paths for end, letter in enumerate(path) if letter == ".")
-    return tuple(dict.fromkeys(prefixes))
 
 
 def _row(name: str, folder: str, prefix: str, **changes: object) -> Family:
@@ -137,6 +30,51 @@ def _row(name: str, folder: str, prefix: str, **changes: object) -> Family:
     return Family(name=name, folder=folder, **{**fields, **changes})  # type: ignore[arg-type]
 
 
+def _decoder(name: str, folder: str, prefix: str, **changes: object) -> Family:
+    """A row of a language model; `changes` are the fields that differ from Llama's."""
+    fields: dict[str, object] = {
+        "base": f"{prefix}Model",
+        "layer": f"{prefix}DecoderLayer",
+        "causal_lm": f"{prefix}ForCausalLM",
+        "since": 5,  # earlier versions are not tested
+        "causal": True,
+        "query": "self_attn.q_proj",
+        "key": "self_attn.k_proj",
+        "value": "self_attn.v_proj",
+        "grouped": "self_attn.config",
+        "scale": "self_attn.scaling",
+        "head_size": "self_attn.head_dim",
+        "attention_dropout": "self_attn.attention_dropout",
+        "rotary": "position_embeddings",
+        "out": "self_attn.o_proj",
+        "out_dropout": None,
+        "attention_norm": "input_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "activation": "mlp.act_fn",
+        "down": "mlp.down_proj",
+        "down_dropout": None,
+        "down_norm": "post_attention_layernorm",
+        "norm": "rms",
+        "pre_norm": True,
+        "empty_mask": _NO_CAUSAL_MASK,
+    }
+    return Family(name=name, folder=folder, **{**fields, **changes})  # type: ignore[arg-type]
+
+
+_NO_CAUSAL_MASK = torch.empty(1, 1, 1, 1)
+"""transformers passes a mask of four dimensions on as it is; the fused layers do not read it."""
+
+_NO_MASK_BY_TYPE: dict[str, object] = {"full_attention": None, "sliding_attention": None}
+"""The same where a model has a mask for each type of layer."""
+
+
+def _sliding_window(layer: Any) -> int | None:
+    """How many tokens before its own a token sees; the module's window includes the token itself."""
+    window = layer.self_attn.sliding_window
+    return None if window is None else window - 1
+
+
 _ROBERTA_HEAD = MaskedLM(dense="lm_head.dense", norm="lm_head.layer_norm", decoder="lm_head.decoder")
 
 _LIKE_ROBERTA: dict[str, object] = {
@@ -144,6 +82,15 @@ _LIKE_ROBERTA: dict[str, object] = {
     "pooler_slot_until": 4,
     "positions_after_padding": True,
     "masked_lm": _ROBERTA_HEAD,
+}
+
+_LIKE_GEMMA: dict[str, object] = {
+    "norm": "rms_plus_one",
+    "attention_output_norm": "post_attention_layernorm",
+    "down_norm": "pre_feedforward_layernorm",
+    "down_output_norm": "post_feedforward_layernorm",
+    "window": _sliding_window,
+    "empty_mask": _NO_MASK_BY_TYPE,
 }
 
 
@@ -292,11 +239,106 @@ FAMILIES: tuple[Family, ...] = (
         token_type=None,
         embedding_norm="norm",
         embedding_dropout="drop",
-        empty_mask={"full_attention": None, "sliding_attention": None},
+        empty_mask=_NO_MASK_BY_TYPE,
         span_logits="classifier",
         masked_lm=MaskedLM(
             dense="head.dense", activation="head.act", norm="head.norm", decoder="decoder", counts_items=True
         ),
+    ),
+    _decoder("Llama", "llama", "Llama"),
+    _decoder("Qwen2", "qwen2", "Qwen2", window=_sliding_window, empty_mask=_NO_MASK_BY_TYPE),
+    _decoder(
+        "Qwen3",
+        "qwen3",
+        "Qwen3",
+        query_norm="self_attn.q_norm",
+        key_norm="self_attn.k_norm",
+        window=_sliding_window,
+        empty_mask=_NO_MASK_BY_TYPE,
+    ),
+    _decoder(
+        "Mistral",
+        "mistral",
+        "Mistral",
+        window=lambda layer: None if (size := layer.self_attn.config.sliding_window) is None else size - 1,
+    ),
+    _decoder("Gemma 2", "gemma2", "Gemma2", softcap="self_attn.attn_logit_softcapping", **_LIKE_GEMMA),
+    _decoder(
+        "Gemma 3",
+        "gemma3",
+        "Gemma3",
+        base="Gemma3TextModel",
+        query_norm="self_attn.q_norm",
+        key_norm="self_attn.k_norm",
+        **_LIKE_GEMMA,
+    ),
+    _decoder(
+        "Phi-3",
+        "phi3",
+        "Phi3",
+        packed="self_attn.qkv_proj",
+        window=lambda layer: None if (size := layer.self_attn.config.sliding_window) is None else size - 1,
+        out_dropout="resid_attn_dropout",
+        gate=None,
+        up="mlp.gate_up_proj",
+        gated=True,
+        activation="mlp.activation_fn",
+        down_dropout="resid_mlp_dropout",
+    ),
+    _decoder(
+        "OLMo 2",
+        "olmo2",
+        "Olmo2",
+        query_norm="self_attn.q_norm",
+        key_norm="self_attn.k_norm",
+        attention_norm=None,
+        attention_output_norm="post_attention_layernorm",
+        down_norm=None,
+        down_output_norm="post_feedforward_layernorm",
+    ),
+    _decoder(
+        "GPT-2",
+        "gpt2",
+        "GPT2",
+        layer="GPT2Block",
+        causal_lm="GPT2LMHeadModel",
+        packed="attn.c_attn",
+        grouped=None,
+        scale="attn.scaling",
+        head_size="attn.head_dim",
+        attention_dropout="attn.attn_dropout",
+        rotary=None,
+        out="attn.c_proj",
+        out_dropout="attn.resid_dropout",
+        attention_norm="ln_1",
+        gate=None,
+        up="mlp.c_fc",
+        activation="mlp.act",
+        down="mlp.c_proj",
+        down_dropout="mlp.dropout",
+        down_norm="ln_2",
+        norm="layer",
+    ),
+    _decoder(
+        "GPT-NeoX",
+        "gpt_neox",
+        "GPTNeoX",
+        layer="GPTNeoXLayer",
+        packed="attention.query_key_value",
+        packed_by_head=True,
+        grouped=None,
+        scale="attention.scaling",
+        head_size="attention.head_size",
+        attention_dropout="attention.attention_dropout",
+        out="attention.dense",
+        out_dropout="post_attention_dropout",
+        gate=None,
+        up="mlp.dense_h_to_4h",
+        activation="mlp.act",
+        down="mlp.dense_4h_to_h",
+        down_dropout="post_mlp_dropout",
+        norm="layer",
+        parallel="use_parallel_residual",
     ),
 )
 

@@ -7,21 +7,21 @@ Shape suffixes: T tokens, H hidden size, F feed-forward size.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from stoker.kernels.activation import bias_activation, gated_activation
-from stoker.kernels.attention import attention_packed
+from stoker.kernels.attention import attention, attention_packed
 from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding_layer_norm_dropout
 from stoker.kernels.lora import lora_linear_packed
-from stoker.kernels.norm import dropout_add_layer_norm, layer_norm
+from stoker.kernels.norm import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
 from stoker.model.adapters import LinearParts, read_linear
-from stoker.model.class_swap import Optimized, child, named, plain, stock_wanted
+from stoker.model.class_swap import Optimized, child, named, ordinary, plain, stock_class, stock_wanted, unhooked
 from stoker.model.families import Family, transformers_major
-from stoker.model.leaf_modules import activation_kind, dropout_probability, only_gathers
+from stoker.model.leaf_modules import activation_kind, dropout_probability, only_gathers, rms_eps
 from stoker.model.sequences import Sequences, ambient, attach
 
 __all__ = ["FusedEmbeddings", "FusedLayer", "RelativeBias"]
@@ -69,38 +69,56 @@ def _post_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, A
     context_TH = _attend(m, x_TH, sequences, extra)
     y_TH, bias = m.project(row.out, context_TH)
     x_TH = m.add_norm(y_TH, bias, x_TH, row.out_dropout, row.attention_norm)
-    inner_TF = m.dropout(row.inner_dropout, _activated(m, x_TH))
-    y_TH, bias = m.project(row.down, inner_TF)
+    y_TH, bias = m.project(row.down, _inner(m, x_TH))
     return m.add_norm(y_TH, bias, x_TH, row.down_dropout, row.down_norm)  # type: ignore[no-any-return]
 
 
 def _pre_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
     row = m.row
     context_TH = _attend(m, m.norm(row.attention_norm, x_TH), sequences, extra)
-    y_TH, bias = m.project(row.out, context_TH)
-    normed_TH, x_TH = m.add_norm(y_TH, bias, x_TH, row.out_dropout, row.down_norm, sum=True)
-    inner_TF = m.dropout(row.inner_dropout, _activated(m, normed_TH))
-    y_TH, bias = m.project(row.down, inner_TF)
-    y_TH = y_TH if bias is None else y_TH + bias.to(y_TH.dtype)
-    return x_TH + m.dropout(row.down_dropout, y_TH)
+    y_TH, bias = m.project(row.out, context_TH, row.attention_output_norm)
+    if row.parallel and child(m.layer, row.parallel):
+        normed_TH = m.norm(row.down_norm, x_TH)
+        x_TH = m.add(y_TH, bias, x_TH, row.out_dropout)
+    else:
+        normed_TH, x_TH = m.add_norm(y_TH, bias, x_TH, row.out_dropout, row.down_norm, sum=True)
+    y_TH, bias = m.project(row.down, _inner(m, normed_TH), row.down_output_norm)
+    return m.add(y_TH, bias, x_TH, row.down_dropout)
 
 
 def _attend(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
     row, layer = m.row, m.layer
     qkv = m.project_together(row.projections(), x_TH)
+    size = child(layer, row.head_size)
+    heads, kv_heads = _head_counts(m, qkv.shape[1] // size)
     window = row.window(layer) if row.window else None
     rotary = extra.get(row.rotary) if row.rotary else None
     bias = extra.get(row.relative_bias) if row.relative_bias else None
-    return attention_packed(
-        qkv,
-        sequences.cu_seqlens,
-        qkv.shape[1] // (3 * child(layer, row.head_size)),
-        window=None if window is None else (window, window),
+    options: dict[str, Any] = {
+        "causal": row.causal,
+        "window": None if window is None else (window, window),
         # stock passes both halves of the angles, which are equal; the kernel needs fp32, whatever the parameters are
-        rotary=None if rotary is None else tuple(part[0, :, : part.shape[-1] // 2].float() for part in rotary),
-        bias=None if bias is None else bias.squeeze(0).float(),
-        dropout_p=_attention_dropout(m),
-    )
+        "rotary": None if rotary is None else tuple(part[0, :, : part.shape[-1] // 2].float() for part in rotary),
+        "bias": None if bias is None else bias.squeeze(0).float(),
+        "scale": child(layer, row.scale) if row.scale else None,
+        "softcap": child(layer, row.softcap) if row.softcap else None,
+        "dropout_p": _attention_dropout(m),
+    }
+    if row.query_norm is None or row.key_norm is None:
+        layout: Literal["heads", "blocks"] = "heads" if row.packed_by_head else "blocks"
+        return attention_packed(qkv, sequences.cu_seqlens, heads, kv_heads, layout=layout, **options)
+    parts = torch.split(qkv, [heads * size, kv_heads * size, kv_heads * size], dim=1)
+    q, k = (m.norm_heads(path, part, size) for path, part in zip((row.query_norm, row.key_norm), parts, strict=False))
+    v = parts[2].view(-1, kv_heads, size)
+    return attention(q, k, v, sequences.cu_seqlens, **options).flatten(1)
+
+
+def _head_counts(m: _Parts, all_heads: int) -> tuple[int, int]:
+    """How many heads q has, and how many k and v have, out of their sum."""
+    if m.row.grouped is None:
+        return all_heads // 3, all_heads // 3
+    config = child(m.layer, m.row.grouped)
+    return config.num_attention_heads, config.num_key_value_heads
 
 
 def _attention_dropout(m: _Parts) -> float:
@@ -111,19 +129,21 @@ def _attention_dropout(m: _Parts) -> float:
     return getattr(p, "p", p) if m.layer.training else 0.0
 
 
-def _activated(m: _Parts, x_TH: Tensor) -> Tensor:
-    """activation(up(x)), or activation(first half) * second half."""
+def _inner(m: _Parts, x_TH: Tensor) -> Tensor:
+    """dropout(activation(up(x))), or with a gate dropout(activation(gate(x)) * up(x))"""
     row = m.row
-    y_TF, bias = m.project(row.up, x_TH)
+    y_TF = m.project_together(row.ups(), x_TH) if row.gate else None
+    y_TF, bias = m.project(row.up, x_TH) if y_TF is None else (y_TF, None)
     module = child(m.layer, row.activation)
     kind = activation_kind(module) if m.fuse else None
+    gated = row.gated or row.gate is not None
     if kind is not None:
-        return gated_activation(y_TF, bias, kind) if row.gated else bias_activation(y_TF, bias, kind)
-    y_TF = y_TF if bias is None else y_TF + bias.to(y_TF.dtype)
-    if not row.gated:
-        return module(y_TF)  # type: ignore[no-any-return]
-    first, second = y_TF.chunk(2, dim=-1)
-    return module(first) * second  # type: ignore[no-any-return]
+        y_TF = gated_activation(y_TF, bias, kind) if gated else bias_activation(y_TF, bias, kind)
+    else:
+        y_TF = y_TF if bias is None else y_TF + bias.to(y_TF.dtype)
+        first, *second = y_TF.chunk(2, dim=-1) if gated else (y_TF,)
+        y_TF = module(first) * second[0] if gated else module(first)
+    return m.dropout(row.inner_dropout, y_TF)
 
 
 class _Parts:
@@ -132,12 +152,16 @@ class _Parts:
     def __init__(self, layer: nn.Module, row: Family, fuse: bool) -> None:
         self.layer, self.row, self.fuse = layer, row, fuse
 
-    def project(self, path: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x W^T, and the bias that the next kernel still has to add."""
+    def project(self, path: str, x: Tensor, norm: str | None = None) -> tuple[Tensor, Tensor | None]:
+        """norm(x W^T), and the bias that the next kernel still has to add; there is none after a norm."""
         module = child(self.layer, path)
         if self.fuse and (parts := read_linear(module)) is not None:
-            return lora_linear_packed(x, [parts.weight], None, [parts.adapters]), parts.bias
-        return _call(module, x), None
+            y, bias = lora_linear_packed(x, [parts.weight], None, [parts.adapters]), parts.bias
+        else:
+            y, bias = _call(module, x), None
+        if norm is None:
+            return y, bias
+        return self.norm(norm, y if bias is None else y + bias.to(y.dtype)), None
 
     def project_together(self, paths: tuple[str, ...], x: Tensor) -> Tensor:
         """The projections of `x` by several linear layers side by side, as one product."""
@@ -154,28 +178,38 @@ class _Parts:
         bias: Tensor | None,
         residual: Tensor,
         dropout_path: str | None,
-        norm_path: str,
+        norm_path: str | None,
         sum: bool = False,
     ) -> Any:
         """norm(s), or with `sum` norm(s) and s, where s = residual + dropout(y + bias)"""
-        norm, p = child(self.layer, norm_path), self.probability(dropout_path)
-        if self.fuse and p is not None and _weighted(norm):
-            return dropout_add_layer_norm(
-                y, residual, norm.weight, norm.bias, x_bias=bias, p=p, eps=norm.eps, training=p > 0.0, return_sum=sum
-            )
+        weights, p = self._norm_weights(norm_path), self.probability(dropout_path)
+        if self.fuse and p is not None and weights is not None:
+            common: dict[str, Any] = {"x_bias": bias, "p": p, "training": p > 0.0, "return_sum": sum}
+            weight, norm_bias, eps = weights
+            if self.row.norm == "layer":
+                return dropout_add_layer_norm(y, residual, weight, norm_bias, eps=eps, **common)
+            return dropout_add_rms_norm(y, residual, weight, eps=eps, **common)
         total = self.add(y, bias, residual, dropout_path)
-        normed = _call(norm, total)
+        normed = total if norm_path is None else _call(child(self.layer, norm_path), total)
         return (normed, total) if sum else normed
 
     def add(self, y: Tensor, bias: Tensor | None, residual: Tensor, dropout_path: str | None) -> Tensor:
         y = y if bias is None else y + bias.to(y.dtype)
         return residual + self.dropout(dropout_path, y)
 
-    def norm(self, path: str, x: Tensor) -> Tensor:
-        module = child(self.layer, path)
-        if self.fuse and _weighted(module):
-            return layer_norm(x, module.weight, module.bias, module.eps)
-        return _call(module, x)
+    def norm(self, path: str | None, x: Tensor) -> Tensor:
+        if path is None:
+            return x
+        if not self.fuse or (weights := self._norm_weights(path)) is None:
+            return _call(child(self.layer, path), x)
+        weight, bias, eps = weights
+        return layer_norm(x, weight, bias, eps) if self.row.norm == "layer" else rms_norm(x, weight, eps)
+
+    def norm_heads(self, path: str, x: Tensor, size: int) -> Tensor:
+        """The norm of each head of `x` (tokens, heads * size), or of all heads together, as (tokens, heads, size)."""
+        if child(self.layer, path).weight.shape[0] == size:
+            return self.norm(path, x.reshape(x.shape[0], -1, size))
+        return self.norm(path, x).view(x.shape[0], -1, size)
 
     def dropout(self, path: str | None, x: Tensor) -> Tensor:
         p = self.probability(path)
@@ -192,13 +226,17 @@ class _Parts:
         row = self.row
         qkv = [child(self.layer, path) for path in row.projections()]
         called = qkv if _read_together(qkv) is None else []
-        linears = [child(self.layer, path) for path in (row.out, row.up, row.down)]
+        linears = [child(self.layer, path) for path in (row.out, *row.ups(), row.down)]
         called += [module for module in linears if read_linear(module) is None]
         # a norm is read together with the dropout before it
-        before = (None, row.out_dropout) if row.pre_norm else (row.out_dropout, row.down_dropout)
-        for path, drop in zip((row.attention_norm, row.down_norm), before, strict=True):
-            norm = child(self.layer, path)
-            called += [] if _weighted(norm) and self.probability(drop) is not None else [norm]
+        with_dropout = (
+            {row.down_norm: row.out_dropout}
+            if row.pre_norm
+            else {row.attention_norm: row.out_dropout, row.down_norm: row.down_dropout}
+        )
+        for path in row.norms():
+            readable = self._norm_weights(path) and self.probability(with_dropout.get(path)) is not None
+            called += [] if readable else [child(self.layer, path)]
         dropouts = (row.out_dropout, row.inner_dropout, row.down_dropout)
         called += [child(self.layer, path) for path in dropouts if path and self.probability(path) is None]
         activation = child(self.layer, row.activation)
@@ -210,9 +248,24 @@ class _Parts:
         if not self.fuse:
             return []
         called = self.called()
-        paths = (*self.row.projections(), self.row.out, self.row.up, self.row.down)
+        paths = (*self.row.projections(), self.row.out, *self.row.ups(), self.row.down)
         linears = [module for path in paths if (module := child(self.layer, path)) not in called]
         return [module for module in linears if (parts := read_linear(module)) is not None and parts.adapters]
+
+    def _norm_weights(self, path: str | None) -> tuple[Tensor, Tensor | None, float] | None:
+        """Weight, bias and epsilon of a norm; None if it has to be called."""
+        if path is None:
+            return None
+        norm = child(self.layer, path)
+        if self.row.norm == "layer":
+            return (norm.weight, norm.bias, norm.eps) if _weighted(norm) else None
+        # the family's own class, whose formula the table states
+        if stock_class(type(norm)).__module__ != stock_class(type(self.layer)).__module__:
+            return None
+        eps = rms_eps(norm)
+        if eps is None or not (unhooked(norm) and ordinary(norm)):
+            return None
+        return (norm.weight + 1.0 if self.row.norm == "rms_plus_one" else norm.weight), None, eps
 
 
 def _read_together(modules: list[Any]) -> list[LinearParts] | None:

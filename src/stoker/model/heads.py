@@ -6,10 +6,6 @@ the loss is computed from the labelled rows only, without the (tokens, vocabular
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,15 +16,17 @@ from stoker.kernels.linear import linear
 from stoker.kernels.loss import linear_cross_entropy
 from stoker.model.class_swap import Optimized, child, named, plain, stock_wanted, unhooked
 from stoker.model.families import Family, MaskedLM
+from stoker.model.lazy_output import lazy_output
 from stoker.model.leaf_modules import activation_kind
 from stoker.model.sequences import HeadCall, running, seen_by_head
 
-__all__ = ["MaskedLMModel", "QuestionAnsweringModel", "SpanLogits"]
+__all__ = ["IGNORED", "MaskedLMModel", "QuestionAnsweringModel", "SpanLogits"]
 
 NEVER = -1.0e4
 """A logit whose exponential is zero beside any other; a label that points to it still gives a finite loss."""
 
 IGNORED = -100
+"""The label of positions that have none."""
 
 
 class QuestionAnsweringModel(Optimized):
@@ -85,6 +83,7 @@ class MaskedLMModel(Optimized):
             rows, decoder.weight, decoder.bias, labels, reduction="mean" if items is None else "sum", divisor=items
         )
         return lazy_output(
+            "MaskedLMOutput",
             loss,
             lambda: decoder(_features(self, head, hidden)),
             hidden_states=outputs.get("hidden_states"),
@@ -139,74 +138,3 @@ def _features(model: nn.Module, head: MaskedLM, hidden: Tensor) -> Tensor:
     dense, norm = child(model, head.dense), child(model, head.norm)
     kind = "gelu" if head.activation is None else activation_kind(child(model, head.activation))
     return norm(bias_activation(linear(hidden, dense.weight), dense.bias, kind or "gelu"))  # type: ignore[no-any-return]
-
-
-def lazy_output(loss: Tensor, logits: Callable[[], Tensor], **others: Any) -> Any:
-    """A MaskedLMOutput whose logits are computed when they are first accessed."""
-    output = _lazy_output_class()(loss=loss, **others)
-    object.__setattr__(output, "_compute_logits", logits)
-    return output
-
-
-@functools.cache
-def _lazy_output_class() -> type[Any]:
-    from transformers.modeling_outputs import MaskedLMOutput
-
-    class LazyMaskedLMOutput(MaskedLMOutput):  # type: ignore[misc]
-        """Reading the loss computes nothing; anything that would show the logits computes them first."""
-
-        def _complete(self) -> None:
-            compute = self.__dict__.pop("_compute_logits", None)
-            if compute is not None:
-                self["logits"] = compute()
-                for later in ("hidden_states", "attentions"):
-                    if OrderedDict.__contains__(self, later):
-                        self.move_to_end(later)
-
-        @property
-        def logits(self) -> Tensor | None:
-            self._complete()
-            return self.__dict__.get("logits")
-
-        @logits.setter
-        def logits(self, value: Tensor | None) -> None:
-            self.__dict__["logits"] = value
-
-        def __getitem__(self, key: Any) -> Any:
-            if key in ("loss", 0) and OrderedDict.__contains__(self, "loss"):
-                return OrderedDict.__getitem__(self, "loss")
-            self._complete()
-            return super().__getitem__(key)
-
-        def __contains__(self, key: object) -> bool:
-            return key == "logits" or OrderedDict.__contains__(self, key)
-
-        def __iter__(self) -> Any:
-            self._complete()
-            return super().__iter__()
-
-        def __len__(self) -> int:
-            self._complete()
-            return OrderedDict.__len__(self)
-
-        def keys(self) -> Any:
-            self._complete()
-            return super().keys()
-
-        def values(self) -> Any:
-            self._complete()
-            return super().values()
-
-        def items(self) -> Any:
-            self._complete()
-            return super().items()
-
-        def __reduce__(self) -> Any:
-            """Copied and pickled as a MaskedLMOutput with its logits, because the function that computes them cannot be."""
-            return MaskedLMOutput, tuple(dict(self.items()).get(field.name) for field in dataclasses.fields(self))
-
-        def get(self, key: Any, default: Any = None) -> Any:
-            return self[key] if key == "logits" or OrderedDict.__contains__(self, key) else default
-
-    LazyMaskedLMOutput.__name__ = LazyMaskedLMOutput.__qualname__ = "MaskedLMOutput"
-    return LazyMaskedLMOutput

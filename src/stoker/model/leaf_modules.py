@@ -19,7 +19,15 @@ from stoker.kernels.linear import linear
 from stoker.kernels.norm import layer_norm, rms_norm
 from stoker.model.class_swap import Optimized, plain, stock_class, stock_wanted
 
-__all__ = ["LeafDropout", "activation_kind", "dropout_probability", "kernel_for", "only_gathers"]
+__all__ = [
+    "LeafDropout",
+    "activation_kind",
+    "dropout_probability",
+    "is_conv1d",
+    "kernel_for",
+    "only_gathers",
+    "rms_eps",
+]
 
 # Below these sizes the overhead of a kernel's autograd function (tens of microseconds) is more than it saves.
 SMALL_ELEMENTS = 1 << 14
@@ -42,7 +50,7 @@ def kernel_for(module: nn.Module) -> type[Optimized] | None:
         return LeafEmbedding if only_gathers(module) else None
     if activation_kind(module) not in (None, "relu"):  # torch's own ReLU is limited by memory bandwidth already
         return LeafActivation
-    return LeafRMSNorm if _is_rms_norm(module) else None
+    return {"rms": LeafRMSNorm, "rms_plus_one": LeafRMSNormPlusOne, None: None}[_rms_formula(module)]
 
 
 def _native(x: Any, *parameters: Tensor | None) -> bool:
@@ -189,7 +197,7 @@ class LeafRMSNorm(Optimized):
 
     # These norms are defined by models: the argument may have any name, and there may be several.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        eps, input = _rms_eps(self), args[0] if args else None
+        eps, input = rms_eps(self), args[0] if args else None
         if (
             eps is not None
             and len(args) == 1
@@ -199,32 +207,52 @@ class LeafRMSNorm(Optimized):
             and input.numel() >= SMALL_ELEMENTS
             and input.dtype == torch.float32
         ):
-            return rms_norm(input, self.weight, eps)
+            return rms_norm(input, self._factor(), eps)
         return super().forward(*args, **kwargs)
 
+    def _factor(self) -> Tensor:
+        return self.weight
 
-def _rms_eps(module: nn.Module) -> float | None:
+
+class LeafRMSNormPlusOne(LeafRMSNorm):
+    """The norm of Gemma, whose weight is added to one."""
+
+    def _factor(self) -> Tensor:
+        return self.weight + 1.0
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is transformers' Conv1D: a linear layer whose weight is (in, out)."""
+    cls = stock_class(type(module))
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+
+
+def rms_eps(module: nn.Module) -> float | None:
+    """The epsilon of an RMSNorm, None if it has none under a known name."""
     for name in ("variance_epsilon", "eps", "epsilon"):
         if isinstance(value := getattr(module, name, None), float):
             return value
     return None
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
+def _rms_formula(module: nn.Module) -> str | None:
     """Many models define their own RMSNorm, some with another formula, so the module is tried on two rows."""
-    name, eps = type(module).__name__, _rms_eps(module)
+    name, eps = type(module).__name__, rms_eps(module)
     if not (name.endswith("RMSNorm") or name == "T5LayerNorm") or eps is None:
-        return False
+        return None
     weight = getattr(module, "weight", None)
     if [key for key, _ in module.named_parameters()] != ["weight"] or weight is None or weight.dim() != 1:
-        return False
+        return None
     if not _native(weight) or weight.dtype != torch.float32:
-        return False
+        return None
     probe = torch.linspace(-2.0, 3.0, 2 * weight.shape[0]).view(2, -1)
     with torch.no_grad():
-        expected = probe * torch.rsqrt(probe.square().mean(-1, keepdim=True) + eps) * weight
         try:
-            # its forward only: hooks must not see a probe
-            return torch.allclose(type(module).forward(module, probe), expected, rtol=1e-4, atol=1e-5)
-        except Exception:  # foreign code may raise anything; then it is not this formula
-            return False
+            actual = type(module).forward(module, probe)  # its forward only: hooks must not see a probe
+        except Exception:  # foreign code may raise anything; then it is neither formula
+            return None
+        normed = probe * torch.rsqrt(probe.square().mean(-1, keepdim=True) + eps)
+        for formula, factor in (("rms", weight), ("rms_plus_one", weight + 1.0)):
+            if torch.allclose(actual, normed * factor, rtol=1e-4, atol=1e-5):
+                return formula
+    return None

@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from stoker.model.any_model import uses_attention
+from stoker.model.causal_lm import CausalLMModel
 from stoker.model.class_swap import Optimized, Settings, stock_class
 from stoker.model.families import FAMILIES, find, in_table, transformers_major
 from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias
@@ -94,6 +96,11 @@ def report(model: nn.Module) -> Report:
     counts.update(
         ("LoRA linear", stock_class(type(one)).__name__) for layer in layers for one in layer.stoker_adapted()
     )
+    counts.update(
+        ("attention implementation", stock_class(type(module)).__name__)
+        for module in model.modules()
+        if uses_attention(module)
+    )
     notes = _NOTES.get(model, Notes())
     settings = notes.switches or next((m.stoker_settings for m in model.modules() if isinstance(m, Optimized)), None)
     return Report(
@@ -125,7 +132,7 @@ def _called(module: nn.Module, padding_free: bool, seen: set[nn.Module] | None =
         runs = padding_free and not (isinstance(module, FusedEmbeddings) and inside)
     elif isinstance(module, (RelativeBias, QuestionAnsweringModel, SpanLogits)):
         runs = padding_free
-    elif isinstance(module, MaskedLMModel):
+    elif isinstance(module, (MaskedLMModel, CausalLMModel)):
         read = module.stoker_read()
         seen.update(read)
         runs = bool(read)
@@ -177,15 +184,19 @@ def _whole_parts(model: nn.Module, switches: Settings) -> Iterator[tuple[str, st
         yield "batches with padding", "unpad=False: their attention and layers run as in stock transformers"
     if not switches.fuse:
         yield "kernels", "fuse=False"
-    if not switches.fuse_loss and any((row := find(type(m))) and row[1] == "masked_lm_model" for m in model.modules()):
-        yield "masked-LM loss", "fuse_loss=False"
+    roles = {found[1] for module in model.modules() if (found := find(type(module)))}
+    if not switches.fuse_loss and roles & {"masked_lm_model", "causal_lm"}:
+        yield "masked-LM loss" if "masked_lm_model" in roles else "language-model loss", "fuse_loss=False"
 
 
 def _why_no_base_model(model: nn.Module) -> str:
     found = [match[0] for module in model.modules() if (match := in_table(type(module)))]
     if not found:
         families = ", ".join(family.name for family in FAMILIES)
-        return f"{type(model).__name__} is of no family in the table ({families})"
+        return (
+            f"{stock_class(type(model)).__name__} is of no family in the table ({families}), and has no base model that takes "
+            "input_ids, attention_mask and position_ids and whose tokens meet in transformers' attention interface only"
+        )
     if supported := [row for row in found if row.since <= transformers_major()]:
         return f"layers of {supported[0].name} are fused only inside its base model"
     return f"{found[0].name} needs transformers {found[0].since} or later"

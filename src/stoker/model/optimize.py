@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from itertools import islice
 from typing import Any, TypeVar, overload
 
@@ -16,6 +17,8 @@ from stoker.english import with_article
 from stoker.kernels import native
 from stoker.model import memory as allocator
 from stoker.model import optimizers, precision
+from stoker.model.any_model import ANY, base_models, restore_attention, use_attention
+from stoker.model.causal_lm import CausalLMModel
 from stoker.model.class_swap import Optimized, Settings, child, restore_class, swap_class
 from stoker.model.families import Role, find
 from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias
@@ -69,8 +72,8 @@ def optimize(
     Parameters keep their names, identity and storage. `dtype`: None keeps the model's own precision, or follows
     torch.autocast where that is active; torch.bfloat16 uses bf16 activations with fp32 master weights; torch.float32 stays
     fp32 even inside autocast; "auto" uses whichever of the two was measured to be faster on this machine. Switches: `unpad`
-    (skip padding), `fuse` (native kernels), `fuse_loss` (masked-LM loss without logits), `memory` (allocator settings of the
-    process), `fuse_update_step` (fused optimizer). Other keywords of ipex.optimize are accepted, and the log says what
+    (skip padding), `fuse` (native kernels), `fuse_loss` (language-model losses without logits), `memory` (allocator settings of
+    the process), `fuse_update_step` (fused optimizer). Other keywords of ipex.optimize are accepted, and the log says what
     becomes of each. `stoker.report(model)` lists what was done, `stoker.restore(model)` undoes it.
     """
     if isinstance(optimizer, (torch.dtype, str)) or isinstance(dtype, torch.optim.Optimizer):
@@ -108,6 +111,7 @@ def restore(model: Model, optimizer: Any = None) -> Model:
 
     The allocator settings apply to the whole process and stay.
     """
+    restore_attention(model)
     for module in model.modules():
         restore_class(module)
     if optimizer is not None:
@@ -138,9 +142,18 @@ def _swap_classes(model: nn.Module, settings: Settings) -> None:
         overrides["embeddings"] = FusedEmbeddings
     if settings.fuse and settings.fuse_loss and found and supported("masked-LM loss"):
         overrides["masked_lm_model"] = MaskedLMModel
+    if settings.fuse and settings.fuse_loss and found:
+        overrides["causal_lm"] = CausalLMModel
+    # Without transformers' own module there is no model of transformers.
+    interface = not found and "transformers.modeling_utils" in sys.modules and supported("attention interface")
+    others = list(base_models(model)) if interface and settings.unpad else []
     for module in list(model.modules()):
         if settings.fuse and (leaf := kernel_for(module)) is not None:
             swap_class(module, leaf, settings)
+    if interface:
+        use_attention(model)
+    for module in others:
+        swap_class(module, PaddingFreeModel, settings, ANY)
     for module, row, role in found:
         if role in overrides:
             swap_class(module, overrides[role], settings, row)

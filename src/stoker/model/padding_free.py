@@ -17,11 +17,14 @@ from torch import Tensor, nn
 
 from stoker.english import with_article
 from stoker.model import precision
+from stoker.model.any_model import ANY, tried
+from stoker.model.attention_interface import NAME, CannotPack
 from stoker.model.class_swap import (
     Optimized,
     accepts_keywords,
     child,
     named,
+    parameter_names,
     plain,
     stock_class,
     stock_wanted,
@@ -29,7 +32,15 @@ from stoker.model.class_swap import (
 )
 from stoker.model.families import Family, find, transformers_major
 from stoker.model.padding_warnings import warn_if_loss_uses_padding, warn_of_zeros
-from stoker.model.sequences import Sequences, count, read_mask, running
+from stoker.model.sequences import (
+    Sequences,
+    count,
+    read_mask,
+    read_sequence_ids,
+    running,
+    sequence_ids,
+    wanted_packed,
+)
 
 __all__ = ["PaddingFreeModel", "always_stock", "stock_calls"]
 
@@ -44,6 +55,10 @@ _NEEDS_STOCK = {
     "head_mask": "a head mask is given",
 }
 _PADDING_STAYS = "unpad=False, and the batch has padding"
+_NO_PADDING = "the batch has no padding"
+_TRIED: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+"""Cache: why a base model outside of the table cannot run without padding; None: it can."""
+
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
 
 
@@ -63,13 +78,22 @@ class PaddingFreeModel(Optimized):
                 return self._stock_forward(sequences, args, kwargs)
         count(sequences.batch * sequences.length, sequences.tokens)
         return_dict = call.pop("return_dict", getattr(self.config, "return_dict", True))
-        # No autocast inside: layers cast for themselves, and what is left is small.
-        with running(sequences), torch.autocast("cpu", enabled=False):
-            output = super().forward(**self._packed(call, sequences))
-            return self._unpacked(output, sequences, return_dict)
+        keep_packed = wanted_packed()
+        try:
+            # No autocast inside: layers cast for themselves, and what is left is small.
+            with running(sequences), torch.autocast("cpu", enabled=self._autocasts(sequences)):
+                output = super().forward(**self._packed(call, sequences))
+                return self._unpacked(output, sequences, return_dict, keep_packed)
+        except CannotPack as error:  # found by a trial, unless a later call has another kind of mask
+            _TRIED[self] = str(error)
+            return self.forward(*args, **kwargs)
+
+    def _autocasts(self, sequences: Sequences) -> bool:
+        """The layers of a model outside of the table are stock, so mixed precision is autocast's affair there."""
+        return self.stoker_row is ANY and sequences.dtype != next(self.parameters()).dtype
 
     def _stock_forward(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if reason != _PADDING_STAYS:
+        if reason not in (_PADDING_STAYS, _NO_PADDING):
             _warn_once(self, reason)
             return super().forward(*args, **kwargs)
         stored = next(self.parameters()).dtype
@@ -100,8 +124,21 @@ class PaddingFreeModel(Optimized):
         settings = self.stoker_settings
         if not settings.unpad and mask is not None and not bool(mask.all()):
             return _PADDING_STAYS
+        row: Family = self.stoker_row
         dtype = precision.activations(settings.dtype, parameter.dtype)
-        return read_mask(mask, batch, length, dtype=dtype, device=tokens.device)
+        if mask is None and (ids := _sequence_ids(call, row, (batch, length))) is not None:
+            return _NO_PADDING if row is ANY else read_sequence_ids(ids, dtype=dtype)
+        sequences = read_mask(mask, batch, length, dtype=dtype, device=tokens.device)
+        if row is ANY and isinstance(sequences, Sequences):
+            return _NO_PADDING if sequences.mask is None else self._tried(call) or sequences
+        return sequences
+
+    def _tried(self, call: dict[str, Any]) -> str | None:
+        """Why this model, which is not in the table, cannot run without padding; None if it can."""
+        if self not in _TRIED:
+            _TRIED[self] = None  # for the trial itself
+            _TRIED[self] = tried(self, call, lambda short: self.forward(**short))
+        return _TRIED[self]
 
     def _packed(self, call: dict[str, Any], sequences: Sequences) -> dict[str, Any]:
         """The arguments of the stock forward for the packed batch."""
@@ -118,10 +155,12 @@ class PaddingFreeModel(Optimized):
             packed["token_type_ids"] = torch.zeros_like(packed["position_ids"])
         if accepts_keywords(type(self)):
             packed["stoker_sequences"] = sequences
+        if row.causal or (row is ANY and "use_cache" in parameter_names(type(self))):
+            packed["use_cache"] = False  # its default may be True, but a training step has no use for a cache
         return {**call, **packed, "attention_mask": row.empty_mask, "return_dict": True}
 
-    def _unpacked(self, output: Any, sequences: Sequences, return_dict: bool) -> Any:
-        """The output of the stock forward with every tensor laid out as (batch, length, width) again."""
+    def _unpacked(self, output: Any, sequences: Sequences, return_dict: bool, keep_packed: bool) -> Any:
+        """The output of the stock forward with every tensor, or all but the last, as (batch, length, width) again."""
         row: Family = self.stoker_row
         dtype = next(self.parameters()).dtype
         done: dict[int, Tensor] = {}  # the last of the hidden states is the output itself
@@ -132,7 +171,7 @@ class PaddingFreeModel(Optimized):
                 warn_if_loss_uses_padding(self, done[id(x)], sequences)
             return done[id(x)]
 
-        hidden = unpack(output.last_hidden_state)
+        hidden = output.last_hidden_state if keep_packed else unpack(output.last_hidden_state)
         if states := output.get("hidden_states"):
             if sequences.mask is not None:
                 warn_of_zeros(self, "it returns hidden_states")
@@ -176,26 +215,55 @@ def _why_stock(model: Any, call: dict[str, Any]) -> str | None:
     for name, reason in _NEEDS_STOCK.items():
         if name in call:
             return reason
-    if getattr(config, "is_decoder", False) or call.get("use_cache"):
-        return "the model is a decoder"
-    if call.get("is_causal", getattr(config, "is_causal", False)):
-        return "attention is causal"
+    row: Family = model.stoker_row
+    if call.get("use_cache"):
+        return "a cache is requested"
+    if row is not ANY and (other := _other_attention(config, call, row.causal)):
+        return other
     if call.get("output_attentions", getattr(config, "output_attentions", False)):
         return "output_attentions is set, but attention weights are never computed"
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         return f"position_embedding_type is {config.position_embedding_type!r}"
-    if not _known_attention(getattr(config, "_attn_implementation", None)):
-        return f"the attention implementation {config._attn_implementation!r} is not transformers' own"
+    implementation = getattr(config, "_attn_implementation", None)
+    if not _known_attention(implementation):
+        return f"the attention implementation {implementation!r} is not transformers' own"
+    if row is ANY and implementation != NAME:
+        return f"its attention implementation, {implementation!r}, was chosen by the user"
+    if getattr(call.get("position_ids"), "ndim", 2) > 2:
+        return "position_ids has more than two dimensions"
     if ("input_ids" in call) == ("inputs_embeds" in call):
         return "not exactly one of input_ids and inputs_embeds is given"  # stock raises an error
     if stock_wanted():
         return "the model is being traced, exported or transformed"
-    return _altered(model, model.stoker_row)
+    return _altered(model, row)
+
+
+def _other_attention(config: Any, call: dict[str, Any], causal: bool) -> str | None:
+    """The reason why the fused layers of a family would not compute the attention that this model is configured for."""
+    if getattr(config, "is_decoder", False) and not causal:
+        return "the model is a decoder"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "attention is bidirectional"
+    if bool(call.get("is_causal", getattr(config, "is_causal", causal))) != causal:
+        return "attention is not causal" if causal else "attention is causal"
+    return None
 
 
 def _known_attention(name: str | None) -> bool:
     """Whether this is one of transformers' implementations, which differ in rounding only. Others may compute anything."""
-    return name in (None, "eager", "sdpa", "flex_attention") or str(name).startswith("flash_attention_")
+    return name in (None, "eager", "sdpa", "flex_attention", NAME) or str(name).startswith("flash_attention_")
+
+
+def _sequence_ids(call: dict[str, Any], row: Family, shape: tuple[int, int]) -> Tensor | None:
+    """The numbers of the sequences in a batch that was packed before the model, as transformers recognizes it; else None."""
+    ends = call.get("cu_seq_lens_q")
+    if isinstance(ends, Tensor) and shape[0] == 1 and int(ends[-1]) == shape[1]:
+        return sequence_ids(ends)
+    positions = call.get("position_ids")
+    if not row.causal or not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != shape[1]:
+        return None
+    ids = torch.nn.functional.pad((torch.diff(positions) != 1).cumsum(1), (1, 0))
+    return ids.expand(shape) if bool(ids[:, -1].any()) else None
 
 
 def _altered(model: nn.Module, row: Family) -> str | None:

@@ -39,8 +39,12 @@ __all__ = [
     "count",
     "counting",
     "read_mask",
+    "read_sequence_ids",
     "running",
+    "running_sequences",
     "seen_by_head",
+    "sequence_ids",
+    "wanted_packed",
 ]
 
 
@@ -82,13 +86,18 @@ class Sequences:
 
         If a row begins with padding, its first column is that of its first token, because heads and poolers read it there.
         """
-        packed = rows = x.squeeze(0)
-        if self.index is not None:
-            rows = packed.new_zeros(self.batch * self.length, packed.shape[-1]).index_copy_(0, self.index, packed)
+        packed = x.squeeze(0)
+        rows = self.lay_out(packed)
         if self.left is not None:
             at, first = self.left
             rows = rows.index_copy(0, at * self.length, packed.index_select(0, first))
         return rows.view(self.batch, self.length, -1)
+
+    def lay_out(self, packed: Tensor) -> Tensor:
+        """(tokens, ...) to (batch * length, ...), zeros at padding."""
+        if self.index is None:
+            return packed
+        return packed.new_zeros(self.batch * self.length, *packed.shape[1:]).index_copy_(0, self.index, packed)
 
     def positions_after(self, padding_idx: int, ids: Tensor | None) -> Tensor:
         """Positions as in RoBERTa: from padding_idx + 1; tokens equal to padding_idx are not counted and get padding_idx."""
@@ -137,6 +146,30 @@ def read_mask(
     )
 
 
+def read_sequence_ids(ids: Tensor, *, dtype: torch.dtype) -> Sequences:
+    """The sequences of a packed batch: `ids` (batch, length) changes where the next sequence of a row begins."""
+    batch, length = ids.shape
+    first = torch.ones(batch, length, dtype=torch.bool)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    starts = first.reshape(-1).nonzero().squeeze(1)
+    lengths = torch.diff(starts, append=torch.tensor([batch * length]))
+    positions = torch.arange(batch * length) - starts.repeat_interleave(lengths)
+    return Sequences(
+        batch=batch,
+        length=length,
+        cu_seqlens=_cumulative(lengths).int(),
+        longest=int(lengths.max()),
+        positions=positions,
+        dtype=dtype,
+    )
+
+
+def sequence_ids(cu_seqlens: Tensor) -> Tensor:
+    """(1, tokens) numbers of the sequences with these cumulative lengths."""
+    lengths = torch.diff(cu_seqlens.long())
+    return torch.arange(lengths.numel()).repeat_interleave(lengths).unsqueeze(0)
+
+
 def _cumulative(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
@@ -145,6 +178,8 @@ def _cumulative(lengths: Tensor) -> Tensor:
 class HeadCall:
     """A call of a model whose head needs the sequences of the base model inside it."""
 
+    packed: bool = False
+    """The head takes the last hidden state packed, as (1, tokens, width)."""
     sequences: Sequences | None = None
     """Those of the last padding-free call of a base model."""
 
@@ -187,6 +222,18 @@ def _attached(hidden: Tensor) -> Sequences | None:
     except NotImplementedError:  # a tensor of torch.func, which has no storage
         return None
     return found if found is not None and tuple(hidden.shape[:2]) == (1, found.tokens) else None
+
+
+def running_sequences() -> Sequences | None:
+    """The sequences of the padding-free base model whose forward is being computed; None outside of one."""
+    call = None if is_exporting() else _RUNNING.get()
+    return call if isinstance(call, Sequences) else None
+
+
+def wanted_packed() -> bool:
+    """Whether the head around this call of a base model takes the last hidden state packed."""
+    call = _RUNNING.get()
+    return isinstance(call, HeadCall) and call.packed
 
 
 def seen_by_head() -> Sequences | None:

@@ -1,0 +1,269 @@
+"""One training step of a language model: stock transformers, padded and flattened, against Stoker.
+
+    python benchmarks/decoder_step.py                                every case, about an hour on two cores
+    python benchmarks/decoder_step.py --case smollm2-lora --steps 5  one of them
+    python benchmarks/decoder_step.py --side "stoker bf16" ...       only these sides
+
+"Padded" pads to the longest row of the batch (or to a given length), as transformers' collator does. "Flattened" is the stock
+model fed one row with restarting position_ids, as DataCollatorWithFlattening and TRL's padding_free make it. Labels are the
+answers' tokens. Weights are random, the token counts real (benchmarks/lengths.py). Sides take their steps in turn, each in a
+process of its own (benchmarks/sides.py). "Products alone" are the products that no exact step can do without, on real tokens,
+each by the fastest engine here. Prints a table and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lengths import ALPACA
+from sides import Measured, Step, measure
+
+Rows = tuple[tuple[int, int], ...]
+"""Tokens of each row, and how many of them, the last ones, have a label."""
+
+
+@dataclass(frozen=True)
+class Case:
+    title: str
+    model: str
+    lora: bool
+    batches: tuple[Rows, ...]
+    pad_to: int | None = None
+    layers: int | None = None
+    """None: all of the model's."""
+
+
+# 1,200 tokens in 8 rows that are padded to 512, 60% of them labelled
+CHAT: Rows = ((512, 307), (60, 36), (110, 66), (95, 57), (130, 78), (83, 50), (140, 84), (70, 42))
+
+CASES = {
+    "smollm2-full": Case("SmolLM2-135M, all weights, Alpaca rows, batch 8", "smollm2", False, ALPACA),
+    "smollm2-lora": Case("SmolLM2-135M, LoRA r=16, Alpaca rows, batch 8", "smollm2", True, ALPACA),
+    "qwen-lora": Case("Qwen2.5-0.5B, LoRA r=16, 1,200 of 4,096 tokens", "qwen2.5", True, (CHAT,), 512),
+    "smollm2-chat": Case("SmolLM2-135M, all weights, 1,200 of 4,096 tokens", "smollm2", False, (CHAT,), 512),
+    "one-row": Case("SmolLM2-135M, all weights, one row of 512, all labelled", "smollm2", False, (((512, 512),),)),
+}
+
+
+def build_model(case: Case) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    if case.model == "smollm2":
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=49152,
+                hidden_size=576,
+                intermediate_size=1536,
+                num_hidden_layers=case.layers or 30,
+                num_attention_heads=9,
+                num_key_value_heads=3,
+                max_position_embeddings=8192,
+                tie_word_embeddings=True,
+            )
+        )
+    else:
+        model = Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=151936,
+                hidden_size=896,
+                intermediate_size=4864,
+                num_hidden_layers=case.layers or 24,
+                num_attention_heads=14,
+                num_key_value_heads=2,
+                tie_word_embeddings=True,
+            )
+        )
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    return model.train()
+
+
+def batch(case: Case, number: int, flat: bool) -> dict[str, Any]:
+    """Random tokens; padded rows, or one row with restarting positions."""
+    import torch
+
+    rows = case.batches[number % len(case.batches)]
+    generator = torch.Generator().manual_seed(number)
+    texts = [torch.randint(10, 40000, (tokens,), generator=generator) for tokens, _ in rows]
+    labels = [
+        torch.cat([torch.full((len(text) - answer,), -100), text[len(text) - answer :]])
+        for text, (_, answer) in zip(texts, rows, strict=True)
+    ]
+    if flat:
+        for label in labels:
+            label[0] = -100
+        positions = torch.cat([torch.arange(len(text)) for text in texts])
+        return {
+            "input_ids": torch.cat(texts)[None],
+            "labels": torch.cat(labels)[None],
+            "position_ids": positions[None],
+            "use_cache": False,
+        }
+    width = case.pad_to or max(len(text) for text in texts)
+
+    def padded(values: list[Any], fill: int) -> Any:
+        return torch.stack([torch.nn.functional.pad(one, (0, width - len(one)), value=fill) for one in values])
+
+    mask = padded([torch.ones_like(text) for text in texts], 0)
+    return {
+        "input_ids": padded(texts, 0),
+        "labels": padded(labels, -100),
+        "attention_mask": mask,
+        "use_cache": False,
+    }
+
+
+def training(case: Case, flat: bool, prepare: Callable[[Any, Any], Any], autocast: bool, clip: Any = None) -> Step:
+    """The Trainer's step: forward, backward, clipping, fused AdamW."""
+    import torch
+
+    clip = clip or torch.nn.utils.clip_grad_norm_
+    model = build_model(case)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+    model = prepare(model, optimizer)
+
+    def step(number: int) -> None:
+        inputs = batch(case, number, flat)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(**inputs).loss
+        loss.backward()
+        clip(parameters, 1.0)
+        optimizer.step()
+        model.zero_grad()
+
+    return step
+
+
+def stock(name: str, flat: bool = False, autocast: bool = False) -> Step:
+    return training(CASES[name], flat, lambda model, _: model, autocast)
+
+
+def stoker(name: str, dtype: str = "float32", **switches: Any) -> Step:
+    import torch
+
+    from stoker.model import clip_grad_norm_, optimize
+
+    def prepare(model: Any, optimizer: Any) -> Any:
+        return optimize(model, optimizer, dtype=getattr(torch, dtype), **switches)[0]
+
+    return training(CASES[name], False, prepare, False, clip_grad_norm_)
+
+
+def products_alone(name: str, dtype: str = "float32") -> Step:
+    """The matrix products of a step on real tokens, without those of frozen weights' gradients."""
+    import torch
+    from torch import nn
+
+    import stoker.kernels.linear as layers
+    from stoker.model import memory
+
+    memory.keep_mapped()
+    case = CASES[name]
+    kind = getattr(torch, dtype)
+    model = build_model(case)
+    config = model.config
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.get_output_embeddings()]
+    head = model.get_output_embeddings().weight.detach()
+    heads = config.num_attention_heads
+    size = config.hidden_size // heads
+
+    def products(weight: Any, rows: int, trains: bool) -> None:
+        x, dy = (torch.empty(rows, n, dtype=kind) for n in (weight.shape[1], weight.shape[0]))
+        layers._linear(x, [weight], [], "")
+        layers._input_gradient(dy, [weight], "")
+        if trains:
+            layers._weight_gradient(dy, x, torch.float32, "")
+
+    def step(number: int) -> None:
+        rows = case.batches[number % len(case.batches)]
+        tokens, labelled = sum(n for n, _ in rows), sum(n for _, n in rows)
+        with torch.no_grad():
+            for linear in linears:
+                products(linear.weight, tokens, linear.weight.requires_grad)
+            products(head, labelled, not case.lora)
+            for _ in range(config.num_hidden_layers):
+                for length, _ in rows:  # half of the square: attention is causal
+                    tall, wide = torch.empty(heads, length, size), torch.empty(heads, length // 2, length)
+                    for _ in range(3):
+                        torch.bmm(tall[:, : length // 2], tall.transpose(1, 2))
+                        torch.bmm(wide, tall)
+
+    return step
+
+
+def sides_of(name: str, chosen: list[str] | None) -> dict[str, Callable[[], Step]]:
+    part = functools.partial
+    everything: dict[str, Callable[[], Step]] = {
+        "stock padded": part(stock, name),
+        "stock flattened": part(stock, name, flat=True),
+        "stoker": part(stoker, name),
+        "products alone": part(products_alone, name),
+    }
+    on_request = {
+        "stoker bf16": part(stoker, name, dtype="bfloat16"),
+        "stock bf16 padded": part(stock, name, autocast=True),
+        "stock bf16 flattened": part(stock, name, flat=True, autocast=True),
+        "bf16 products alone": part(products_alone, name, dtype="bfloat16"),
+        "without fuse_loss": part(stoker, name, fuse_loss=False),
+        "without fuse": part(stoker, name, fuse=False),
+        "without unpad": part(stoker, name, unpad=False),
+    }
+    return everything if chosen is None else {s: b for s, b in {**everything, **on_request}.items() if s in chosen}
+
+
+def table(name: str, results: dict[str, Measured]) -> str:
+    base = next(iter(results.values()))
+    lines = [CASES[name].title, f"{'side':24}{'step':>10}{'faster':>9}{'memory':>10}"]
+    for side, measured in results.items():
+        lines.append(
+            f"{side:24}{'-':>10}   {measured.note}"
+            if measured.note
+            else f"{side:24}{measured.median:9.3f}s{base.median / measured.median:8.2f}x"
+            f"{measured.peak_bytes / base.peak_bytes:9.2f}x"
+        )
+    if "stoker" in results and "stock flattened" in results:
+        lines.append(
+            f"stoker is {results['stock flattened'].median / results['stoker'].median:.2f}x as fast as stock flattened"
+        )
+    if "stoker" in results and "products alone" in results:
+        lines.append(f"stoker is at {results['products alone'].median / results['stoker'].median:.2f} of its limit")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", action="append", choices=list(CASES), help="default: all of them")
+    parser.add_argument("--side", action="append", help="only these sides")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of each side before the timed ones (default 2)")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    arguments = parser.parse_args()
+    everything = {}
+    for name in arguments.case or list(CASES):
+        print(CASES[name].title, flush=True)
+        results = measure(
+            sides_of(name, arguments.side), arguments.steps, arguments.warm_up, lambda line: print(line, flush=True)
+        )
+        everything[name] = {side: measured.to_dict() for side, measured in results.items()}
+        print(table(name, results) + "\n", flush=True)
+    if arguments.out:
+        arguments.out.write_text(
+            json.dumps({"machine": platform.machine(), "cpus": os.cpu_count(), "cases": everything}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Runs a function as soon as a module has been imported, without importing it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Container, Sequence
+from types import ModuleType
+from typing import Any
+
+__all__ = ["ImportHook", "after_import"]
+
+
+class ImportHook(importlib.abc.MetaPathFinder):
+    """A finder that calls `imported(name)` after each module of `names` has been executed."""
+
+    names: Container[str] = ()
+
+    def __init__(self) -> None:
+        self._busy: set[str] = set()
+
+    def imported(self, name: str) -> None:
+        raise NotImplementedError
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self.names or name in self._busy:
+            return None
+        self._busy.add(name)  # so that the other finders look for the module itself
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._busy.discard(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader, lambda: self.imported(name))
+        return spec
+
+
+def after_import(name: str, then: Callable[[], None]) -> None:
+    """Calls `then` now if the module `name` has been imported, else once it has been."""
+    if name in sys.modules:
+        then()
+        return
+    hook = _OneModule()
+    hook.names, hook.then = (name,), then
+    sys.meta_path.insert(0, hook)
+
+
+class _OneModule(ImportHook):
+    then: Callable[[], None]
+
+    def imported(self, name: str) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        self.then()
+
+
+class _Then(importlib.abc.Loader):
+    """A loader that calls `then` after its module has been executed."""
+
+    def __init__(self, loader: Any, then: Callable[[], None]) -> None:
+        self._loader = loader
+        self._then = then
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._then()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
