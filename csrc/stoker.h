@@ -190,6 +190,8 @@ typedef struct stoker_cross_entropy_block_call {
   const int64_t* labels;  // (rows), each a column
   const float* scales;    // (rows), the gradient of each row's loss; null if no gradient is wanted
   float* loss;            // (rows)
+  float* entropy;         // (rows) -sum_j p_j log(p_j), p = softmax(l); or null
+  int32_t* top;           // (rows) 1 if no column before the label is as large as it, and none after it larger, else 0; or null
   int64_t rows, columns;
   float scale, softcap, label_smoothing, z_loss;  // scale > 0; the others 0 or more
   int32_t threads;

@@ -73,14 +73,32 @@ static void row_cap(float* row, int64_t columns, float scale, float cap) {
   for (int64_t i = 0; i < columns; ++i) row[i] = cap * tanh(by * row[i]);
 }
 
-// Returns the loss of a row of a block, and replaces the row by its gradient, `by` times, if there is a `by`.
+// Whether the label is the first of the largest values of a row.
+static bool is_top(const float* row, int64_t columns, int64_t label) {
+  const float value = row[label];
+  bool larger = false;
+  for (int64_t i = 0; i < label; ++i) larger |= row[i] >= value;
+  for (int64_t i = label + 1; i < columns; ++i) larger |= row[i] > value;
+  return !larger;
+}
+
+// Returns the loss of row `index` of a block, and replaces the row by its gradient, `by` times, if there is a `by`.
 template <bool kCapped>
-static float block_row(const stoker_cross_entropy_block_call& call, float* row, int64_t label, const float* by) {
-  const int64_t columns = call.columns;
+static float block_row(const stoker_cross_entropy_block_call& call, int64_t index, const float* by) {
+  const int64_t columns = call.columns, label = call.labels[index];
+  float* row = call.logits + index * columns;
   const float smoothing = call.label_smoothing, scale = kCapped ? 1.0f : call.scale;
   if (kCapped) row_cap(row, columns, call.scale, call.softcap);
   const float highest = scale * row_maximum(row, columns);
   const float log_sum = row_log_sum(row, columns, scale, highest), lse = highest + log_sum;
+  if (call.entropy) {
+    const double weighted = row_sum(row, columns, scale, highest, [](float x) {
+      const float e = exp_nonpositive(x);
+      return e > 0.0f ? x * e : 0.0f;  // not -inf * 0
+    });
+    call.entropy[index] = log_sum - static_cast<float>(weighted) * exp(-log_sum);
+  }
+  if (call.top) call.top[index] = is_top(row, columns, label);
   float below = highest - scale * row[label];
   if (smoothing != 0.0f) {
     const double total = row_sum(row, columns, scale, highest, [](float difference) { return difference; });
@@ -168,8 +186,7 @@ STOKER_API int32_t stoker_cross_entropy_block(const stoker_cross_entropy_block_c
   return guarded([&] {
     const auto one_row = call->softcap > 0.0f ? block_row<true> : block_row<false>;
     parallel_tasks(call->rows, threads_for(call->rows * call->columns, call->threads), [&](int64_t row) {
-      const float* by = call->scales ? call->scales + row : nullptr;
-      call->loss[row] = one_row(*call, call->logits + row * call->columns, call->labels[row], by);
+      call->loss[row] = one_row(*call, row, call->scales ? call->scales + row : nullptr);
     });
   });
 }

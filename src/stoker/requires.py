@@ -123,6 +123,15 @@ PARTS: dict[str, Part] = {
         "the masked-LM loss is computed as transformers does",
         ("transformers.modeling_utils:PreTrainedModel.loss_function{_loss_function}",),
     ),
+    "TRL head": Part(
+        "TRL's trainers score every position, prompts and padding included",
+        (
+            "trl.trainer.utils:_ChunkedLogProbFunction.forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, "
+            "final_logit_softcapping, logit_scale, outputs)",
+            "trl.trainer.utils:_use_triton(device)",
+            "trl.trainer.utils:add_fused_lm_head{_ChunkedLogProbFunction, _use_triton}",
+        ),
+    ),
     "Trainer: optimisation": Part(
         "the Trainer does not optimise models",
         (f"{_TRAINER}.create_optimizer(...)", f"{_TRAINER}._wrap_model(model, training, ...)"),

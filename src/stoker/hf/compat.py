@@ -18,7 +18,7 @@ from typing import Any
 
 from stoker.after_import import ImportHook
 from stoker.errors import UserError
-from stoker.hf import imports
+from stoker.hf import imports, trl_head
 from stoker.requires import VERSIONS, release, supported
 
 __all__ = ["check_version", "install"]
@@ -184,12 +184,18 @@ def _optimizers(layer: Layer) -> None:
         sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(layer.stepped)
 
 
+def _trl_head(layer: Layer) -> None:
+    if layer.optimise:
+        trl_head.install()
+
+
 _HOOKS: dict[str, tuple[Callable[[Layer], None], ...]] = {
     "transformers.training_args": (_arguments,),
     "transformers.trainer": (_trainer,),
     "accelerate.accelerator": (_accelerator,),
     "torch.distributed.distributed_c10d": (_groups,),
     "torch.optim.optimizer": (_optimizers,),
+    trl_head.MODULE: (_trl_head,),
     # If a script imports Stoker first, the modules above are imported while these are still incomplete.
     "stoker.hf.arguments": (_arguments,),
     "stoker.hf.trainer": (_trainer,),

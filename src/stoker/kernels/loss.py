@@ -26,7 +26,7 @@ from torch import Tensor
 from stoker.kernels import engines, native, products
 from stoker.kernels.registry import check_device, check_tensor, define, plain, split_rows
 
-__all__ = ["cross_entropy", "linear_cross_entropy"]
+__all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_probs"]
 
 REDUCTIONS = ("none", "sum", "mean")
 _NONE, _SUM, _MEAN = range(3)
@@ -78,6 +78,27 @@ def linear_cross_entropy(
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
     result: Tensor = _linear_cross_entropy(x, weight, bias, labels, by, ignore_index, how, terms, *needs)[0]
     return result
+
+
+def linear_log_probs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log(softmax(l)) at each label, the entropy of each softmax, and whether the label is the likeliest class (bool).
+
+    l = scale * (x @ weight.T + bias), capped as in `linear_cross_entropy`; every row of `x` (rows, hidden) has a label. Only
+    the first result has a gradient. It is computed on the way, and in backward once more only if the gradients of the
+    results differ between rows and the weight has one.
+    """
+    check_device("linear_log_probs", x=x, weight=weight, bias=bias, labels=labels)
+    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
+    log_probs, entropy, top, *_ = _log_probs(x, weight, bias, labels, _terms(softcap, 0.0, 0.0, scale), *needs)
+    return log_probs, entropy, top
 
 
 _TERMS = ("scale", "softcap", "label_smoothing", "z_loss")  # fields of the native call
@@ -231,8 +252,11 @@ class _Blocks:
         self.terms = dict(zip(_TERMS, terms, strict=True))
         self.needs = needs
 
-    def run(self, scales: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The loss of each labelled row; with `scales`, the gradients of those losses, also dx, dweight and dbias."""
+    def run(self, scales: Tensor | None, **statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The loss of each labelled row; with `scales`, the gradients of those losses, also dx, dweight and dbias.
+
+        `statistics` may be `entropy` and `top`, tensors (labelled rows) that receive what csrc/stoker.h says.
+        """
         need_x, need_weight, need_bias = self.needs if scales is not None else (False, False, False)
         weight, bias = self.weight, self.bias
         classes, hidden = weight.shape
@@ -255,7 +279,7 @@ class _Blocks:
             inputs = stored.to(torch.float32)
             logits = buffer[: inputs.shape[0]]
             products.multiply([(inputs, weight.t())], logits, bias, engine["nt"])
-            self._losses(logits, rows, losses, scales)
+            self._losses(logits, rows, losses, scales, statistics)
             if need_bias:
                 dbias += products.column_sums(logits)
             by = {"stoker": (logits, inputs), "torch": (logits, inputs)}
@@ -287,10 +311,13 @@ class _Blocks:
         full = torch.zeros((self.tokens, dx.shape[1]), dtype=self.x.dtype)
         return full.index_copy_(0, self.rows, dx).view(self.x.shape)
 
-    def _losses(self, logits: Tensor, rows: slice, losses: Tensor, scales: Tensor | None) -> None:
+    def _losses(
+        self, logits: Tensor, rows: slice, losses: Tensor, scales: Tensor | None, statistics: dict[str, Tensor]
+    ) -> None:
         call = native.fill(
             "stoker_cross_entropy_block_call", logits=logits, labels=self.labels[rows], loss=losses[rows],
             scales=None if scales is None else scales[rows], rows=logits.shape[0], columns=logits.shape[1], **self.terms,
+            **{name: values[rows] for name, values in statistics.items()},
         )  # fmt: skip
         native.call("stoker_cross_entropy_block", call)
 
@@ -401,4 +428,66 @@ _linear_cross_entropy = define(
     _linear_fake,
     backward=_linear_backward,
     setup_context=_linear_setup,
+)
+
+
+# --- the probabilities of labels, row by row
+
+_NO_LABEL_IGNORED = -1
+
+
+def _log_probs_kernel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: list[float], *needs: bool
+) -> tuple[Tensor, ...]:
+    blocks = _Blocks(x, weight, bias, labels, _NO_LABEL_IGNORED, terms, needs)
+    count = blocks.rows.numel()
+    entropy, top = torch.empty(count, dtype=torch.float32), torch.empty(count, dtype=torch.int32)
+    # the gradients of log-probabilities, not of losses
+    scales = torch.full((count,), -1.0) if any(needs) else None
+    losses, *gradients = blocks.run(scales, entropy=entropy, top=top)
+    return losses.neg_(), entropy, top.bool(), *gradients
+
+
+def _log_probs_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: list[float], *needs: bool
+) -> tuple[Tensor, ...]:
+    rows = x.new_empty(labels.shape, dtype=torch.float32)
+    gradients = _linear_fake(x, weight, bias, labels, None, _NO_LABEL_IGNORED, _SUM, terms, *needs)[1:]
+    return rows, torch.empty_like(rows), rows.new_empty(labels.shape, dtype=torch.bool), *gradients
+
+
+def _log_probs_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, labels, ctx.terms, *ctx.needs = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(x, weight, bias, labels, *output[3:])
+
+
+def _log_probs_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    no = (None,) * 5
+    if grad is None:
+        return None, None, None, *no
+    x, weight, bias, labels, dx, dweight, dbias = ctx.saved_tensors
+    dx = dx * grad.unsqueeze(1).to(dx.dtype) if ctx.needs[0] else None
+    parameters = [dweight, dbias]
+    if any(ctx.needs[1:]):
+        if bool((grad == grad[:1]).all()):
+            factor = float(grad[0]) if grad.numel() else 0.0
+            parameters = [gradient * factor for gradient in parameters]
+        else:
+            found = _linear_cross_entropy_backward(
+                grad.neg(), x, weight, bias, labels, _NO_LABEL_IGNORED, ctx.terms, False, *ctx.needs[1:]
+            )
+            parameters = list(found[1:])
+    wanted = (one if need else None for one, need in zip(parameters, ctx.needs[1:], strict=True))
+    return dx, *wanted, *no
+
+
+_log_probs = define(
+    "linear_log_probs(Tensor x, Tensor weight, Tensor? bias, Tensor labels, float[] terms, bool need_x, bool need_weight,"
+    " bool need_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _log_probs_kernel,
+    _log_probs_fake,
+    backward=_log_probs_backward,
+    setup_context=_log_probs_setup,
 )
