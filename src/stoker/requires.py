@@ -129,7 +129,6 @@ PARTS: dict[str, Part] = {
             "trl.trainer.utils:_ChunkedLogProbFunction.forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, "
             "final_logit_softcapping, logit_scale, outputs)",
             "trl.trainer.utils:_use_triton(device)",
-            "trl.trainer.utils:add_fused_lm_head{_ChunkedLogProbFunction, _use_triton}",
         ),
     ),
     "Trainer: optimisation": Part(
