@@ -229,11 +229,12 @@ def cross_entropy(native: Native, chance: Chance, dtype: int, rows: int, columns
 def cross_entropy_block(native: Native, chance: Chance, rows: int, columns: int, **terms: float) -> Results:
     logits, labels = chance.floats(rows, columns, low=-9.0, high=9.0), chance.ids(rows, columns)
     loss, scales = native.empty(rows, np.float32), chance.floats(rows)
+    entropy, top = native.empty(rows, np.float32), native.empty(rows, np.int32)
     native.call(
-        "cross_entropy_block", logits=logits, labels=labels, scales=scales, loss=loss, rows=rows, columns=columns,
-        threads=THREADS, **{"scale": 1.0, **terms},
+        "cross_entropy_block", logits=logits, labels=labels, scales=scales, loss=loss, entropy=entropy, top=top, rows=rows,
+        columns=columns, threads=THREADS, **{"scale": 1.0, **terms},
     )  # fmt: skip
-    return {"loss": loss, "dlogits": logits}
+    return {"loss": loss, "dlogits": logits, "entropy": entropy, "top": top}
 
 
 # --- attention ----------------------------------------------------------------------------------------------------------

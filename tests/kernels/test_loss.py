@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernels.plain import DTYPES, assert_near, check, leaf, random_cases
 from stoker.kernels import loss as module
 from stoker.kernels import products
-from stoker.kernels.loss import REDUCTIONS, cross_entropy, linear_cross_entropy
+from stoker.kernels.loss import REDUCTIONS, cross_entropy, linear_cross_entropy, linear_log_probs
 
 
 def some_labels(rows: int, classes: int, ignored: float = 0.4, seed: int = 0) -> torch.Tensor:
@@ -344,3 +344,57 @@ def some_loss(**options):
 def test_wrong_arguments_are_named(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def plain_log_probs(x, weight, bias, labels, softcap=None, scale=1.0):
+    logits = F.linear(x.double(), weight.double(), None if bias is None else bias.double()) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    everything = logits.log_softmax(-1)
+    chosen = everything.gather(1, labels[:, None]).squeeze(1)
+    return chosen, -(everything.exp() * everything).sum(-1), logits.argmax(-1) == labels
+
+
+@pytest.mark.parametrize("gradient", ["equal", "different"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"scale": 0.3}, {"softcap": 1.5, "scale": 0.5}], ids=str)
+@pytest.mark.parametrize("shape", [(37, 53, 16), (1, 3, 4), (5, 700, 8)], ids=str)
+def test_log_probs_entropies_and_hits_equal_the_plain_formula(shape, options, gradient):
+    rows, classes, hidden = shape
+    x, weight, bias = leaf(rows, hidden), leaf(classes, hidden), leaf(classes)
+    labels = some_labels(rows, classes, 0.0)
+    actual, entropy, top = linear_log_probs(x, weight, bias, labels, **options)
+    expected, wanted_entropy, wanted_top = plain_log_probs(x, weight, bias, labels, **options)
+    assert_near(actual, expected.float(), 1e-5)
+    assert_near(entropy, wanted_entropy.float(), 1e-5)
+    assert torch.equal(top, wanted_top)
+    assert not entropy.requires_grad
+    dy = torch.full((rows,), -0.3) if gradient == "equal" else torch.linspace(-1.0, 2.0, rows)
+    ours = torch.autograd.grad(actual, (x, weight, bias), dy)
+    plain = torch.autograd.grad(expected, (x, weight, bias), dy.double())
+    for one, other in zip(ours, plain, strict=True):
+        assert_near(one, other, 1e-5)
+
+
+def test_log_probs_in_several_blocks_with_a_frozen_weight(monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 4 * 53 * 8)  # eight rows
+    x, weight = leaf(37, 16), torch.randn(53, 16)
+    labels = some_labels(37, 53, 0.0)
+    actual, *_ = linear_log_probs(x, weight, None, labels)
+    expected, *_ = plain_log_probs(x, weight, None, labels)
+    dy = torch.linspace(-1.0, 2.0, 37)
+    assert_near(torch.autograd.grad(actual, x, dy)[0], torch.autograd.grad(expected, x, dy.double())[0], 1e-5)
+
+
+def test_the_first_of_several_equal_logits_is_the_likeliest_class():
+    weight = torch.tensor([[1.0], [2.0], [2.0], [0.0]])
+    x = torch.ones(4, 1)
+    *_, top = linear_log_probs(x, weight, None, torch.arange(4))
+    assert top.tolist() == [False, True, False, False]
+
+
+def test_log_probs_of_no_rows_are_empty():
+    x, weight = leaf(0, 4), leaf(5, 4)
+    log_probs, entropy, top = linear_log_probs(x, weight, None, torch.zeros(0, dtype=torch.int64))
+    assert log_probs.shape == entropy.shape == top.shape == (0,)
+    log_probs.sum().backward()
+    assert float(weight.grad.abs().sum()) == 0.0

@@ -1,4 +1,4 @@
-"""optimize(): padding, fused layers, precision, memory, for torch modules and encoder families. Trainers are in `stoker.hf`.
+"""optimize(): padding, fused layers, precision, memory, for torch modules and transformers models. Trainers are in `stoker.hf`.
 
 Read in this order: optimize.py (which module gets which override), class_swap.py (how), families.py (the table),
 padding_free.py and sequences.py (padding), fused_layer.py, leaf_modules.py, heads.py; then the small files.

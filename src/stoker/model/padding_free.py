@@ -235,7 +235,7 @@ def _why_stock(model: Any, call: dict[str, Any]) -> str | None:
         return "not exactly one of input_ids and inputs_embeds is given"  # stock raises an error
     if stock_wanted():
         return "the model is being traced, exported or transformed"
-    return _altered(model, row)
+    return _TRIED.get(model) or _altered(model, row)
 
 
 def _other_attention(config: Any, call: dict[str, Any], causal: bool) -> str | None:
