@@ -39,8 +39,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _register_attention() -> None:
-    from stoker.model.attention_interface import register
-
+    try:
+        from stoker.model.attention_interface import register
+    except ImportError:  # an incomplete installation must not keep transformers from being imported
+        return
     register()
 
 

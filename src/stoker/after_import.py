@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable, Container, Sequence
 from types import ModuleType
 from typing import Any
 
+# Nothing of importlib at the top: `import stoker` must stay cheap, and finders and loaders need no base class.
+
 __all__ = ["ImportHook", "after_import"]
 
 
-class ImportHook(importlib.abc.MetaPathFinder):
+class ImportHook:
     """A finder that calls `imported(name)` after each module of `names` has been executed."""
 
     names: Container[str] = ()
@@ -24,18 +23,18 @@ class ImportHook(importlib.abc.MetaPathFinder):
     def imported(self, name: str) -> None:
         raise NotImplementedError
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if name not in self.names or name in self._busy:
             return None
+        import importlib.util
+
         self._busy.add(name)  # so that the other finders look for the module itself
         try:
             spec = importlib.util.find_spec(name)
         finally:
             self._busy.discard(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, lambda: self.imported(name))
+            spec.loader = _Then(spec.loader, lambda: self.imported(name))  # type: ignore[assignment]
         return spec
 
 
@@ -46,7 +45,7 @@ def after_import(name: str, then: Callable[[], None]) -> None:
         return
     hook = _OneModule()
     hook.names, hook.then = (name,), then
-    sys.meta_path.insert(0, hook)
+    sys.meta_path.insert(0, hook)  # type: ignore[arg-type]
 
 
 class _OneModule(ImportHook):
@@ -58,14 +57,14 @@ class _OneModule(ImportHook):
         self.then()
 
 
-class _Then(importlib.abc.Loader):
+class _Then:
     """A loader that calls `then` after its module has been executed."""
 
     def __init__(self, loader: Any, then: Callable[[], None]) -> None:
         self._loader = loader
         self._then = then
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: Any) -> ModuleType | None:
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 

@@ -111,6 +111,9 @@ PARTS: dict[str, Part] = {
         (
             "transformers.modeling_utils:AttentionInterface.register(key, value)",
             "transformers.modeling_utils:PreTrainedModel._can_set_attn_implementation",
+            "transformers.modeling_utils:PreTrainedModel._supports_flash_attn",
+            "transformers.modeling_utils:PreTrainedModel._supports_sdpa",
+            "transformers:PretrainedConfig._attn_implementation",
             "transformers.masking_utils:AttentionMaskInterface.register(key, value)",
             "transformers.masking_utils:and_masks",
             "transformers.masking_utils:packed_sequence_mask_function(packed_sequence_mask)",

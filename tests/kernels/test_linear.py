@@ -256,7 +256,7 @@ class TestChoice:
         monkeypatch.setenv("STOKER_CACHE_DIR", str(blocked))
         with caplog.at_level(logging.DEBUG, "stoker.kernels"):
             assert engines.choose("nt", 300, 256, 256, torch.float32) in products.ENGINES
-        assert "not kept" in caplog.text
+        assert "not stored" in caplog.text
 
     def test_a_broken_cache_is_measured_again(self, tmp_path):
         (tmp_path / "engines.json").write_text('{"x": 3, "' + engines._key() + '": [1, 2]}')

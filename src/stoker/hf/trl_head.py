@@ -23,13 +23,13 @@ _OUTPUTS = {"log_probs", "entropy", "is_top1"}
 
 def install() -> None:
     """Replaces the head of TRL's trainers; to be called after `MODULE` has been imported."""
-    module: Any = sys.modules[MODULE]
-    if hasattr(module._ChunkedLogProbFunction, "stock") or not supported("TRL head"):
+    trl_utils: Any = sys.modules[MODULE]
+    if hasattr(trl_utils._ChunkedLogProbFunction, "stock") or not supported("TRL head"):
         return
-    on_triton = module._use_triton
-    module._ChunkedLogProbFunction = _head(module._ChunkedLogProbFunction)
+    on_triton = trl_utils._use_triton
+    trl_utils._ChunkedLogProbFunction = _head(trl_utils._ChunkedLogProbFunction)
     # what TRL asks before it leaves out the positions without a label
-    module._use_triton = lambda device: device.type == "cpu" or on_triton(device)
+    trl_utils._use_triton = lambda device: device.type == "cpu" or on_triton(device)
 
 
 def _head(trl: Any) -> Any:

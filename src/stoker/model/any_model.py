@@ -35,10 +35,12 @@ _before: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 def _asks_interface(module: nn.Module) -> bool:
     """Whether this is a transformers model whose attention layers look up their implementation by name."""
-    cls: Any = stock_class(type(module))
-    if not hasattr(cls, "_can_set_attn_implementation") or getattr(module, "config", None) is None:
+    model: Any = stock_class(type(module))
+    if not hasattr(model, "_can_set_attn_implementation") or getattr(module, "config", None) is None:
         return False
-    return hasattr(sys.modules.get(cls.__module__), "ALL_ATTENTION_FUNCTIONS") and cls._can_set_attn_implementation()
+    return (
+        hasattr(sys.modules.get(model.__module__), "ALL_ATTENTION_FUNCTIONS") and model._can_set_attn_implementation()
+    )
 
 
 def base_models(model: nn.Module) -> Iterator[nn.Module]:

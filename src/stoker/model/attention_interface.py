@@ -132,7 +132,7 @@ def stoker_attention(
     if queries is None:
         if running_sequences() is not None:
             raise CannotPack("its layers do not pass keyword arguments on to attention")
-        if _supported(query, key, value, attention_mask, position_bias, causal, kwargs):
+        if _supported(module, query, key, value, attention_mask, position_bias, causal, kwargs):
             queries, keys = _read(query, key, attention_mask, kwargs)
     if queries is None or keys is None:
         others = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
@@ -159,7 +159,14 @@ def stoker_attention(
 
 
 def _supported(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any, causal: bool, kwargs: dict[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    bias: Any,
+    causal: bool,
+    kwargs: dict[str, Any],
 ) -> bool:
     """Whether the kernel computes this call; if not, transformers' own implementation does."""
     if stock_wanted() or query.device.type != "cpu" or query.dtype not in (torch.float32, torch.bfloat16):
@@ -170,9 +177,17 @@ def _supported(
         return False
     if mask is not None and (type(mask) is not Tensor or mask.dim() != 2):
         return False
-    if query.shape[2] == key.shape[2]:
-        return bias is None or (bias.shape[0] == 1 and bias.shape[2] == bias.shape[3] == query.shape[2])
-    return not causal and bias is None  # cross attention; with causal attention it would be a cache
+    if query.shape[2] != key.shape[2]:
+        return not causal and bias is None  # cross attention; with causal attention it would be a cache
+    if mask is not None and not causal and _crosses(module):
+        return False  # whether the mask is that of the queries too, or of the keys alone, cannot be told
+    return bias is None or (bias.shape[0] == 1 and bias.shape[2] == bias.shape[3] == query.shape[2])
+
+
+def _crosses(module: nn.Module) -> bool:
+    """Whether the model of this attention layer also has attention over another model's hidden states."""
+    config = getattr(module, "config", None)
+    return any(getattr(config, name, False) for name in ("is_encoder_decoder", "is_decoder", "add_cross_attention"))
 
 
 def _read(
