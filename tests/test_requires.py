@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ def clear_caches() -> Iterator[None]:
 
 @pytest.mark.parametrize("part", requires.PARTS)
 def test_the_installed_libraries_have_what_each_part_needs(part: str) -> None:
+    if part in ("attention interface", "TRL head") and requires.release(metadata.version("transformers")) < (5,):
+        pytest.skip("not used with transformers 4")
     assert requires.missing(part) == ()
 
 

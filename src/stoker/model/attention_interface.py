@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from stoker.kernels.attention import attention
 from stoker.model.class_swap import stock_wanted
+from stoker.model.families import transformers_major
 from stoker.model.sequences import Sequences, read_mask, read_sequence_ids, running_sequences, sequence_ids
 from stoker.requires import supported
 
-__all__ = ["NAME", "CannotPack", "register"]
+__all__ = ["NAME", "CannotPack", "available", "register"]
 
 NAME = "stoker"
 
@@ -29,9 +30,14 @@ class CannotPack(Exception):
     """A model's mask or attention is such that its batch cannot be packed; the base model then runs as stock does."""
 
 
+def available() -> bool:
+    """Whether the installed transformers has the interface as it is used here; earlier versions than 5 do not."""
+    return transformers_major() >= 5 and supported("attention interface")
+
+
 def register() -> None:
-    """Makes the implementation known to transformers; nothing if a name that it relies on is missing."""
-    if not supported("attention interface"):
+    """Makes the implementation known to transformers, if it is available."""
+    if not available():
         return
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface

@@ -15,8 +15,8 @@ from torch import nn
 
 from stoker.english import with_article
 from stoker.kernels import native
+from stoker.model import attention_interface, optimizers, precision
 from stoker.model import memory as allocator
-from stoker.model import optimizers, precision
 from stoker.model.any_model import ANY, base_models, restore_attention, use_attention
 from stoker.model.causal_lm import CausalLMModel
 from stoker.model.class_swap import Optimized, Settings, child, restore_class, swap_class
@@ -145,7 +145,7 @@ def _swap_classes(model: nn.Module, settings: Settings) -> None:
     if settings.fuse and settings.fuse_loss and found:
         overrides["causal_lm"] = CausalLMModel
     # Without transformers' own module there is no model of transformers.
-    interface = not found and "transformers.modeling_utils" in sys.modules and supported("attention interface")
+    interface = not found and "transformers.modeling_utils" in sys.modules and attention_interface.available()
     others = list(base_models(model)) if interface and settings.unpad else []
     for module in list(model.modules()):
         if settings.fuse and (leaf := kernel_for(module)) is not None:
