@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ from stoker.kernels.linear import linear_packed
 from stoker.kernels.lora import Adapter, lora_linear_packed
 from stoker.kernels.loss import cross_entropy, linear_cross_entropy
 from stoker.kernels.norm import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm
+from stoker.kernels.quantized import QuantizedWeight, dequantize, quantize
 from stoker.machine.facts import this_machine
 from stoker.machine.measure import measure_rates
 from stoker.model.memory import keep_mapped
@@ -368,6 +370,25 @@ def lora_cases() -> Iterator[Case]:
                 )
 
 
+def quantized_cases() -> Iterator[Case]:
+    """A frozen weight in few bits back to fp32, against indexing and a product in torch."""
+    for label, (hidden, inner) in SIZES.items():
+        weight = torch.randn(inner, hidden)
+        four, eight = quantize(weight, 4), quantize(weight, 8)
+        levels = torch.linspace(-1.0, 1.0, 16)
+
+        def lookup(four: QuantizedWeight = four, levels: Tensor = levels) -> Tensor:
+            codes = torch.stack([four.codes >> 4, four.codes & 15], 1).view(-1, 64).int()
+            return (levels[codes] * four.scales.unsqueeze(1)).view(four.shape)
+
+        def product(eight: QuantizedWeight = eight) -> Tensor:
+            return eight.codes.float() * (eight.scales / 127).unsqueeze(1)
+
+        for bits, stored, eager in ((4, four, lookup), (8, eight, product)):
+            size = stored.nbytes + weight.nbytes
+            yield Case(f"weight from {bits} bits, {label} fp32", partial(dequantize, stored), eager, size)
+
+
 GROUPS: list[Callable[[], Iterator[Case]]] = [
     dropout_cases,
     norm_cases,
@@ -375,6 +396,7 @@ GROUPS: list[Callable[[], Iterator[Case]]] = [
     attention_cases,
     linear_cases,
     lora_cases,
+    quantized_cases,
     loss_cases,
     embedding_cases,
 ]

@@ -265,6 +265,23 @@ STOKER_API int32_t stoker_product(const stoker_product_call* call);
 STOKER_API int32_t stoker_column_sums(const void* x, int64_t row_stride, int64_t rows, int64_t columns, float* sums,
                                       int32_t dtype, int32_t threads);
 
+// --- Quantized weights ---------------------------------------------------------------------------------------------------
+
+// A weight (rows, columns) in fewer bits. i counts its elements row by row.
+//   4 bits: value_i = level[code_i] * scales[i / 64], with the 16 levels of NF4; two codes in a byte, that of even i in the upper
+//           half, as bitsandbytes stores them. If the number of elements is odd, the last half is the code of 0.
+//   8 bits: value_i = code_i * scales[row] / 127; a code is a signed byte.
+typedef struct stoker_quantized_call {
+  void* values;   // (rows, columns) of dtype; quantize reads them, and they must be finite; dequantize writes them
+  void* codes;    // 4 bits: rows * columns / 2 bytes, rounded up; 8 bits: rows * columns bytes
+  float* scales;  // the largest absolute value of each block of 64 elements (4 bits) or of each row (8 bits)
+  int64_t rows, columns;
+  int32_t bits, dtype, threads;
+} stoker_quantized_call;
+
+STOKER_API int32_t stoker_quantize(const stoker_quantized_call* call);
+STOKER_API int32_t stoker_dequantize(const stoker_quantized_call* call);
+
 // --- Gradient clipping ---------------------------------------------------------------------------------------------------
 
 // Writes to *norm the Euclidean norm of `count` dense fp32 tensors, taken as one vector. sizes: elements of each.

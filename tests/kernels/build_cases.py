@@ -376,6 +376,17 @@ def _many(native: Native, chance: Chance) -> tuple[list[np.ndarray], dict[str, A
     return tensors, {"tensors": addresses, "sizes": sizes, "count": len(tensors), "threads": THREADS}
 
 
+def quantized(native: Native, chance: Chance, dtype: int, rows: int, columns: int, bits: int) -> Results:
+    elements = rows * columns
+    codes = native.empty((elements + 1) // 2 if bits == 4 else elements, np.uint8)
+    scales = native.empty((elements + 63) // 64 if bits == 4 else rows, np.float32)
+    values = native.empty((rows, columns), STORAGE[dtype])
+    shared = {"codes": codes, "scales": scales, "rows": rows, "columns": columns, "bits": bits, "dtype": dtype}
+    native.call("quantize", values=chance.floats(rows, columns, dtype=dtype), threads=THREADS, **shared)
+    native.call("dequantize", values=values, threads=THREADS, **shared)
+    return {"codes": codes, "scales": scales, "values": values}
+
+
 def gradient_norm(native: Native, chance: Chance) -> Results:
     _tensors, arguments = _many(native, chance)
     total = native.empty(1, np.float64)
@@ -621,6 +632,8 @@ def _cases() -> Iterator[Case]:
         case = partial(product, dtype=FP32, **sizes, **options)
         yield Case(f"product of many tiles, {rows} rows, whole numbers", case, exact=True)
     yield from _either("column sums", column_sums, exact=True, rows=259, columns=67)
+    for bits in (4, 8):
+        yield from _either(f"weight in {bits} bits", quantized, exact=True, rows=7, columns=39, bits=bits)
     yield Case("norm of many gradients", gradient_norm)
     yield Case("scale of many gradients", gradient_scale, exact=True)
 
