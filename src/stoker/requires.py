@@ -51,6 +51,7 @@ VERSIONS = {
     "torch": Versions("2.13.0", "2.13.0", below="3"),
     "transformers": Versions("4.57.1", "5.22.2", below="6"),
     "accelerate": Versions("1.3.0", "1.15.0", below="2"),
+    "trl": Versions("1.16.0", "1.16.0", below="2"),
 }
 
 
