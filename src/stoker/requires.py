@@ -188,6 +188,15 @@ PARTS: dict[str, Part] = {
             f"{_TRAINER}._finish_current_push()",
         ),
     ),
+    "TRL trainers": Part(
+        "`stoker train sft` cannot train",
+        (
+            "trl:SFTTrainer.compute_loss(model, inputs, return_outputs, num_items_in_batch)",
+            "trl:SFTTrainer.__init__{aux_loss_enabled}",
+            "trl:SFTTrainer._send_telemetry()",
+            "trl:DPOTrainer._send_telemetry()",
+        ),
+    ),
     "TrainingArguments": Part(
         "retired arguments are not accepted",
         (

@@ -10,6 +10,7 @@ import io
 import os
 import select
 import stat
+import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from stoker.errors import UserError
 
-__all__ = ["MIB", "check_replaceable", "read_bytes", "read_text"]
+__all__ = ["MIB", "check_replaceable", "read_bytes", "read_standard_input", "read_text"]
 
 MIB = 1 << 20
 _PATIENCE = 10.0
@@ -98,6 +99,19 @@ def _read(handle: int, *, waits: bool) -> bytes:
             except BlockingIOError:
                 continue
     raise OSError(f"nothing was written to this pipe for {_PATIENCE:g} s")
+
+
+def read_standard_input(what: str, *, limit: int) -> str:
+    """The text of standard input, of at most `limit` characters; messages call it `what`."""
+    try:
+        text = sys.stdin.read(limit + 1)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"{what} cannot be read: {error.strerror}") from None
+    if len(text) > limit:
+        raise UserError(f"{what} is longer than {limit / 1e6:.0f} MB")
+    return text
 
 
 def check_replaceable(path: str | os.PathLike[str], what: str) -> Path:

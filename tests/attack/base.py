@@ -7,7 +7,7 @@ import string
 from pathlib import Path
 from typing import Any
 
-__all__ = ["make_base", "rows", "squad"]
+__all__ = ["chats", "make_base", "rows", "squad"]
 
 _NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana"]
 _PLACES = ["Torwick", "Lund", "Ash", "Kell"]
@@ -33,7 +33,22 @@ def rows(count: int) -> list[dict[str, Any]]:
     ]
 
 
+def chats(count: int) -> list[dict[str, Any]]:
+    """Questions and answers as turns of a chat."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"Who wrote letter {n}?"},
+                {"role": "assistant", "content": _NAMES[n % 8]},
+            ]
+        }
+        for n in range(count)
+    ]
+
+
 def make_base(folder: Path) -> None:
+    for name, count in (("train.jsonl", 16), ("dev.jsonl", 4)):
+        (folder / name).write_text("\n".join(map(json.dumps, chats(count))) + "\n")
     (folder / "train.json").write_text(json.dumps(squad(24)))
     (folder / "dev.json").write_text(json.dumps(squad(6, first=24)))
     for name, count in (("train.tsv", 24), ("dev.tsv", 8)):
@@ -45,6 +60,7 @@ def make_base(folder: Path) -> None:
     program.chmod(0o755)
     save_model(folder / "model", "BertModel")
     save_model(folder / "qa_model", "BertForQuestionAnswering")
+    save_language_model(folder / "llm")
 
 
 def save_model(folder: Path, kind: str) -> None:
@@ -70,3 +86,28 @@ def save_model(folder: Path, kind: str) -> None:
         max_position_embeddings=128,
     )  # fmt: skip
     getattr(transformers, kind)(config).save_pretrained(folder)
+
+
+def save_language_model(folder: Path) -> None:
+    """A Llama of two layers that reads bytes."""
+    import torch
+    import transformers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    words = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>")
+    words.chat_template = (
+        "{% for message in messages %}{{ message.role + ': ' + message.content + '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    words.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=256, eos_token_id=words.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)

@@ -16,13 +16,14 @@ _SIMPLE = {
     "selftest": [],
     "demo": ["--output_dir", "--seconds", "--questions", "--seed", "--model", "--no-compare"],
     "ask": ["--model", "--text", "--file", "--question", "--no-answer", "--max-seq-length", "--json"],
+    "chat": ["--model", "--prompt", "--system", "--max_new_tokens", "--temperature"],
     "report": ["--output"],
     "config": ["show", "check", "migrate", "--yes", "--config_file", "--num_processes", "--mixed_precision", "default"],
     "plan": ["--nodes", "--network", "--latency", "--model", "--task", "--batch", "--length", "--rows", "--price", "--processes",
              "--step", "--parameters", "--out", "--json", "--fresh"],
     "env": [],
     "help": [],
-    "train": ["qa", "classify", "--help", "--help-all"],
+    "train": ["qa", "classify", "sft", "--help", "--help-all"],
 }  # fmt: skip
 _PLAUSIBLE = ["1", "2", "3", "0.5", "bf16", "auto", "no", "yes", "true", "10gbit", "1..4", "1,2", "model", "run", "s.py", "new",
               "qa", "none", "steps", "epoch", "train.json", "localhost", "127.0.0.1:29500",
@@ -49,7 +50,7 @@ def _files(base: Path) -> dict[str, bytes]:
 
 
 def _links(base: Path) -> dict[str, str]:
-    names = ("model", "train.json", "dev.json", "train.tsv", "dev.tsv")
+    names = ("model", "llm", "train.json", "dev.json", "train.tsv", "dev.tsv", "train.jsonl", "dev.jsonl")
     return {"loop": "loop", "zero.json": "/dev/zero", **{name: str(base / name) for name in names}}
 
 
@@ -72,6 +73,8 @@ def any_command(r: random.Random, base: Path) -> Case:
         argv += ["--step", _value(r), "--parameters", _value(r)]
     elif command == "ask" and r.random() < 0.8:
         argv += ["--model", "model", r.choice(("--text", "--file")), r.choice((_value(r), "t.txt", "zero.json", "-"))]
+    elif command == "chat":
+        argv += ["--model", "llm", "--max_new_tokens", "3"] if r.random() < 0.8 else []
     elif command == "report":
         argv.insert(1, r.choice((_value(r), "run")))
     elif command == "config" and not {"show", "check", "migrate"} & set(argv):
@@ -130,9 +133,12 @@ def rank_variables(r: random.Random, base: Path) -> Case:
 def _train_options(task: str) -> tuple[tuple[str, bool], ...]:
     from stoker.tasks.classify.fine_tune import ClassifyOptions
     from stoker.tasks.qa.fine_tune import QaOptions
+    from stoker.tasks.sft.fine_tune import SftOptions, arguments_of
     from stoker.tasks.training_options import OptionParser
 
-    actions = OptionParser(f"train {task}", QaOptions if task == "qa" else ClassifyOptions)._option_string_actions
+    kinds = {"qa": QaOptions, "classify": ClassifyOptions, "sft": SftOptions}
+    arguments = {"arguments": arguments_of([])} if task == "sft" else {}
+    actions = OptionParser(f"train {task}", kinds[task], **arguments)._option_string_actions
     return tuple(
         (name, action.nargs != 0)
         for name, action in actions.items()
@@ -142,6 +148,12 @@ def _train_options(task: str) -> tuple[tuple[str, bool], ...]:
 
 def good_training(task: str) -> list[list[str]]:
     """The options of a small training run that works, each with its value."""
+    if task == "sft":
+        return [
+            ["--model_name_or_path", "llm"], ["--train_file", "train.jsonl"], ["--validation_file", "dev.jsonl"],
+            ["--output_dir", "out"], ["--max_steps", "2"], ["--max_length", "96"], ["--per_device_train_batch_size", "4"],
+            ["--report_to", "none"], ["--samples", "0"],
+        ]  # fmt: skip
     suffix = "json" if task == "qa" else "tsv"
     return [
         ["--model_name_or_path", "model"], ["--train_file", f"train.{suffix}"], ["--validation_file", f"dev.{suffix}"],
@@ -156,7 +168,7 @@ def flat(options: list[list[str]]) -> list[str]:
 
 def train(r: random.Random, base: Path) -> Case:
     """A valid training command with an option removed, one added, or a wrong value."""
-    task = r.choice(("qa", "classify"))
+    task = r.choice(("qa", "classify", "sft"))
     options = good_training(task)
     for _ in range(r.choice((1, 1, 2, 3))):
         kind = r.random()

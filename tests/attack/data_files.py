@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attack import odd
-from attack.base import rows, squad
+from attack.base import chats, rows, squad
 from attack.case import Case
 from attack.command_lines import flat, good_training
 
@@ -44,8 +44,8 @@ _VALUES: list[Any] = [
 
 
 def data_file(r: random.Random, base: Path) -> Case:
-    """A data file for either task, used to train, evaluate or predict."""
-    task = r.choice(("qa", "classify"))
+    """A data file for any task, used to train, evaluate or predict."""
+    task = r.choice(("qa", "classify", "sft"))
     suffix = r.choice(("json", "json", "jsonl", "csv", "tsv", "parquet", "txt", "ndjson"))
     content = _content(r, task, suffix)
     if suffix == "parquet" or r.random() < 0.35:
@@ -56,21 +56,23 @@ def data_file(r: random.Random, base: Path) -> Case:
         content = gzip.compress(content) if r.random() < 0.7 else content
         content = odd.damage(r, content) if r.random() < 0.4 else content
     files, links = {name: content}, {"model": str(base / "model")}
-    for good in ("train.json", "dev.json", "train.tsv", "dev.tsv"):
+    for good in ("llm", "train.json", "dev.json", "train.tsv", "dev.tsv", "train.jsonl", "dev.jsonl"):
         links[good] = str(base / good)
     if r.random() < 0.05:
         del files[name]
         links[name] = r.choice(("/dev/zero", name, "/", "/proc/self/mem", "nowhere"))
     options = good_training(task)
-    flag = r.choice(("--train_file", "--train_file", "--validation_file", "--test_file"))
+    flags = ("--train_file", "--train_file", "--validation_file", "--test_file")
+    flag = r.choice(flags[:3] if task == "sft" else flags)
     options = [option for option in options if option[0] != flag] + [[flag, name]]
     if flag == "--test_file":
         options.append(["--do_predict"])
-    if flag != "--train_file":
+    if flag != "--train_file" and task != "sft":
         options = [option for option in options if option[0] not in ("--do_train", "--train_file", "--max_steps")]
     for extra in (["--strict"], ["--version_2_with_negative"], ["--do_regression"], ["--text_column_names", "sentence"],
                   ["--label_column_name", "label"], ["--max_train_samples", "3"]):  # fmt: skip
-        belongs = "qa" if extra[0] == "--version_2_with_negative" else "classify" if "_column" in extra[0] else task
+        only_classify = "_column" in extra[0] or extra[0] == "--do_regression"
+        belongs = "qa" if extra[0] == "--version_2_with_negative" else "classify" if only_classify else task
         if r.random() < 0.1 and belongs == task:
             options.append(extra)
     return Case(["train", task, *flat(options)], files, links, writes=("out",), codes=(0, 1, 2))
@@ -79,7 +81,11 @@ def data_file(r: random.Random, base: Path) -> Case:
 def _content(r: random.Random, task: str, suffix: str) -> bytes:
     if task == "qa" and suffix == "json" and r.random() < 0.5:
         return _dump(_spoil(r, squad(12)))
-    table = [_flat(number) for number in range(12)] if task == "qa" else rows(12)
+    tables = {
+        "qa": lambda: [_flat(number) for number in range(12)], "classify": lambda: rows(12),
+        "sft": lambda: chats(12) if r.random() < 0.7 else [{"instruction": "Who?", "input": "", "output": "Ada"}] * 12,
+    }  # fmt: skip
+    table = tables[task]()
     spoiled = _spoil(r, table) if r.random() < 0.8 else table
     return _written(r, spoiled, suffix)
 

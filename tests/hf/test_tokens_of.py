@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from hf.tiny import tiny_model
 from stoker.hf import ranks
@@ -93,3 +94,34 @@ def test_the_work_of_a_transformer_inside_a_model_includes_its_attention() -> No
     inner = tiny_model().bert
     assert Work.of(torch.nn.Sequential(inner)) == Work.of(inner)
     assert Work.of(inner).per_pair > 0
+
+
+def test_packed_rows_are_counted_by_their_own_lengths_and_the_head_by_labels() -> None:
+    meter = Meter(Work(per_token=10.0, per_pair=1.0, per_label=100.0), peak=None)
+    packed = {
+        "input_ids": torch.ones(1, 5, dtype=torch.long),
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1]]),
+        "labels": torch.tensor([[-100, 4, 5, -100, 6]]),
+    }
+    meter.batch(packed)
+    assert (meter.rows, meter.tokens, meter.flops) == (2, 5, 10 * 5 + (9 + 4) + 100 * 3)
+    padded = Meter(meter.work, peak=None)
+    padded.batch(
+        {
+            "input_ids": torch.ones(2, 3, dtype=torch.long),
+            "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+            "labels": torch.tensor([[-100, 4, 5], [-100, 6, -100]]),
+        }
+    )
+    assert (padded.rows, padded.tokens, padded.flops) == (meter.rows, meter.tokens, meter.flops)
+
+
+def test_frozen_weights_of_a_language_model_have_no_gradient_product() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    model = transformers.LlamaForCausalLM(config)
+    layers = sum(p.numel() for name, p in model.model.layers.named_parameters() if "proj" in name)
+    assert Work.of(model) == Work(6.0 * layers, 6.0 * 2 * 16, 6.0 * 50 * 16)  # half the pairs: attention is causal
+    model.requires_grad_(False)
+    assert Work.of(model) == Work(4.0 * layers, 6.0 * 2 * 16, 4.0 * 50 * 16)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from stoker.cli import parsing
 from stoker.errors import UserError
-from stoker.user_files import MIB, read_text
+from stoker.user_files import MIB, read_standard_input, read_text
 
 if TYPE_CHECKING:
     from stoker.tasks.qa.question_answerer import QuestionAnswerer
@@ -63,17 +63,9 @@ def main(argv: list[str]) -> int:
 
 
 def _read(name: str) -> str:
-    if name != "-":
-        return read_text(name, "--file", limit=_TEXT)
-    try:
-        text = sys.stdin.read(_TEXT + 1)
-    except UnicodeDecodeError as error:
-        raise UserError(f"--file - is not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise UserError(f"--file - cannot be read: {error.strerror}") from None
-    if len(text) > _TEXT:
-        raise UserError(f"--file - is longer than {_TEXT / 1e6:.0f} MB")
-    return text
+    if name == "-":
+        return read_standard_input("--file -", limit=_TEXT)
+    return read_text(name, "--file", limit=_TEXT)
 
 
 def _converse(answerer: QuestionAnswerer, text: str, options: object) -> int:

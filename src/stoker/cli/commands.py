@@ -23,8 +23,11 @@ COMMANDS: tuple[Command, ...] = (
         "selftest", "Know your machine", "check that the native library works on this machine", "stoker.cli.selftest"
     ),
     Command("demo", "Train", "train a small model in about four minutes, without a network", "stoker.cli.demo"),
-    Command("train", "Train", "fine-tune a model: question answering, classification", "stoker.cli.train"),
+    Command(
+        "train", "Train", "fine-tune a model: question answering, classification, language models", "stoker.cli.train"
+    ),
     Command("ask", "Train", "ask a trained model about a text", "stoker.cli.ask"),
+    Command("chat", "Train", "talk to a language model in the terminal", "stoker.cli.chat"),
     Command("report", "Train", "generate the report page of a run from its log", "stoker.cli.report"),
     Command("config", "Launch", "answer a few questions once; every launch uses the answers", "stoker.cli.config"),
     Command("launch", "Launch", "run a script on the CPUs of one machine or several", "stoker.cli.launch"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import re
 from collections.abc import Iterable
 from typing import NoReturn
@@ -12,8 +13,8 @@ from stoker.errors import UserError, one_line
 from stoker.option_values import MOST, StrictValues, amount, count, many, number, path, port, seconds, whole
 
 __all__ = [
-    "MOST", "Parser", "amount", "count", "did_you_mean", "many", "number", "path", "port", "require_transformers", "seconds",
-    "whole",
+    "MOST", "Parser", "amount", "count", "did_you_mean", "many", "number", "path", "port", "require_packages",
+    "require_transformers", "seconds", "whole",
 ]  # fmt: skip
 
 
@@ -46,14 +47,20 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 def require_transformers(command: str, *, extra: str) -> None:
     """Raises UserError if transformers is missing or cannot be imported."""
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
-            message = f"{command} needs transformers and accelerate: pip install 'stoker[{extra}]'"
-        else:
-            message = (
-                f"transformers is installed but cannot be imported: {one_line(error)}; install it again, or rename "
-                "a file of your own in this directory that has the name of a package"
-            )
-        raise UserError(message) from None
+    require_packages(command, ["transformers"], "transformers and accelerate", extra=extra)
+
+
+def require_packages(command: str, packages: Iterable[str], needs: str, *, extra: str) -> None:
+    """Raises UserError if one of the packages is missing or cannot be imported; the message says that `command` needs `needs`."""
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == package:
+                message = f"{command} needs {needs}: pip install 'stoker[{extra}]'"
+            else:
+                message = (
+                    f"{package} is installed but cannot be imported: {one_line(error)}; install it again, or rename "
+                    "a file of your own in this directory that has the name of a package"
+                )
+            raise UserError(message) from None

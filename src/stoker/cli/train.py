@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+
 from stoker import streams
-from stoker.cli.parsing import did_you_mean, require_transformers
+from stoker.cli.parsing import did_you_mean, require_packages, require_transformers
 from stoker.errors import UserError, one_line
 
 __all__ = ["main"]
@@ -11,6 +13,7 @@ __all__ = ["main"]
 _TASKS = {
     "qa": "answer questions from texts (SQuAD)",
     "classify": "classify texts or pairs of texts, or predict a number (GLUE)",
+    "sft": "fine-tune a language model on chats, instructions, texts or preference pairs",
 }
 
 _OVERVIEW = """usage: stoker train TASK [options]
@@ -18,6 +21,7 @@ _OVERVIEW = """usage: stoker train TASK [options]
 Fine-tunes a model, evaluates it, and writes it with a report of the run. Tasks:
   qa         answer questions from texts (SQuAD 1.1 and 2.0)
   classify   classify texts or pairs of texts, or predict a number for them (GLUE)
+  sft        fine-tune a language model on chats, instructions, texts or preference pairs
 
 `stoker train TASK --help` lists the common options, --help-all every one."""
 
@@ -102,6 +106,44 @@ example:
     --validation_file dev.tsv --do_train --do_eval --per_device_train_batch_size 16 --learning_rate 2e-5 --output_dir out/mrpc
 
 --help-all lists every option.""",
+    "sft": """usage: stoker train sft --model_name_or_path MODEL --train_file FILE --output_dir DIR [options]
+
+Fine-tunes a language model: a LoRA adapter, or all weights. Built on TRL and PEFT (pip install 'stoker[sft]').
+
+Data (JSON, JSON lines, CSV, Parquet, text; .gz too). Its columns tell the format: messages (OpenAI), conversations
+(ShareGPT), prompt and completion, instruction, input and output (Alpaca), text; chosen and rejected with --dpo:
+  --train_file, --validation_file FILE
+  --dataset_name NAME             or a data set on the hub
+  --loss_on completions|assistant|all   what is trained on: the last answer, every answer, or all tokens
+                                  (default: assistant for chats, completions for prompts and instructions)
+  --max_length 1024               maximum tokens of a row; --packing fills rows up to it with several texts
+  --max_train_samples, --max_eval_samples N
+  --strict                        stop at the first row that cannot be used
+
+Model:
+  --model_name_or_path NAME       a folder, a GGUF file, or the name of a model on the hub
+  --lora_r 16, --lora_alpha 32, --lora_dropout 0
+  --lora_targets auto             or all-linear, or names of layers separated by commas
+  --full                          train all weights instead of an adapter
+  --merge                         also write the model with the adapter merged into it, to DIR/merged
+  --dpo                           train on preference pairs; --beta 0.1
+  --bf16                          bf16 activations with fp32 weights, on any CPU
+
+Training:
+  --num_train_epochs 3            or --max_steps N
+  --learning_rate 2e-4            2e-5 with --full
+  --per_device_train_batch_size 8 rows per batch; or --tokens_per_batch N
+  --gradient_accumulation_steps 1, --seed 42
+  --samples 3                     answers in the report, before and after training
+  --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
+  --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
+  --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train sft ...
+
+example:
+  stoker train sft --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct --train_file chat.jsonl --output_dir out/chat
+  stoker chat --model out/chat
+
+--help-all lists every option.""",
 }
 
 
@@ -111,32 +153,29 @@ def main(argv: list[str]) -> int:
         return 0
     task, rest = argv[0], ["--use_ipex=False" if argument == "--no_ipex" else argument for argument in argv[1:]]
     if task not in _TASKS:
-        raise UserError(
-            f"stoker train: unknown task {task!r}{did_you_mean(task, _TASKS)}; choose {' or '.join(_TASKS)}"
-        )
+        raise UserError(f"stoker train: unknown task {task!r}{did_you_mean(task, _TASKS)}; choose {', '.join(_TASKS)}")
     if not rest or "-h" in rest or "--help" in rest:
         print(_HELP[task])
         return 0
+    if task == "sft":
+        needs = "TRL, PEFT and datasets"
+        require_packages("stoker train sft", ["transformers", "datasets", "peft", "trl"], needs, extra="sft")
     require_transformers("stoker train", extra="hf")
     if "--help-all" in rest:
-        return _all_help(task)
+        return _all_help(task, rest)
     streams.keep_running()
-    if task == "qa":
-        from stoker.tasks.qa.fine_tune import main as run
-    else:
-        from stoker.tasks.classify.fine_tune import main as run
+    run = importlib.import_module(f"stoker.tasks.{task}.fine_tune").main
     try:
-        return run(rest)
+        return int(run(rest))
     except ImportError as error:  # a package that some option needs, imported when training starts
         raise UserError(f"stoker train {task}: {one_line(error)}") from None
 
 
-def _all_help(task: str) -> int:
+def _all_help(task: str, argv: list[str]) -> int:
     from stoker.tasks.training_options import OptionParser
 
-    if task == "qa":
-        from stoker.tasks.qa.fine_tune import QaOptions as Options
-    else:
-        from stoker.tasks.classify.fine_tune import ClassifyOptions as Options  # type: ignore[assignment]
-    OptionParser(f"train {task}", Options).print_help()
+    module = importlib.import_module(f"stoker.tasks.{task}.fine_tune")
+    options = getattr(module, f"{task.capitalize()}Options")
+    arguments = {"arguments": module.arguments_of(argv)} if task == "sft" else {}
+    OptionParser(f"train {task}", options, **arguments).print_help()
     return 0

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from stoker.kernels.clock import clock_ghz
 from stoker.machine import this_machine
@@ -34,18 +35,37 @@ class Work:
     """How much arithmetic a model does in training, forward and backward."""
 
     per_token: float
-    """Products with weights: two operations per weight forward, four backward."""
+    """Products with weights: two operations per weight forward, four backward, two of them for the weight's own gradient."""
     per_pair: float
     """Attention, per pair of tokens of one sequence."""
+    per_label: float = 0.0
+    """Products of a language model's head, which only tokens with a label need."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Work:
-        weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+        head = _causal_head(model)
+        linear = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
         config = _config_of(model)
         layers = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", None) or 0
         width = getattr(config, "hidden_size", None) or getattr(config, "dim", None) or 0
-        # Scores and weighted sum take 2 x 2 x width per pair forward, twice that backward.
-        return cls(6.0 * weights, 12.0 * layers * width)
+        if head is not None and (size := getattr(config, "head_dim", None)):
+            width = size * config.num_attention_heads
+        # Scores and weighted sum take 2 x 2 x width per pair forward, twice that backward; a causal model needs half the pairs.
+        pair = 12.0 * layers * width * (1.0 if head is None else 0.5)
+        return cls(sum(map(_products, linear)), pair, 0.0 if head is None else _products(head))
+
+
+def _products(module: Any) -> float:
+    """Operations of a linear layer per token. A frozen weight, as in LoRA, needs no gradient of its own."""
+    return (6.0 if module.weight.requires_grad else 4.0) * float(module.weight.numel())
+
+
+def _causal_head(model: nn.Module) -> Any:
+    """The head of a causal language model; None for other models."""
+    for module in model.modules():
+        if type(module).__name__.endswith("ForCausalLM") and hasattr(module, "lm_head"):
+            return module.lm_head
+    return None
 
 
 def _config_of(model: nn.Module) -> Any:
@@ -57,18 +77,38 @@ def _config_of(model: nn.Module) -> Any:
     return None
 
 
-def _texts(inputs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Token ids and mask of each text of a batch: one, or several with names such as `sentence_0_input_ids`."""
+def _texts(inputs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Lengths of the rows of each text of a batch: one text, or several with names such as `sentence_0_input_ids`."""
     for name, ids in inputs.items():
         prefix = name.removesuffix("input_ids")
         if prefix == name or prefix.endswith("decoder_") or (prefix and not prefix.endswith("_")):
             continue
         if isinstance(ids, torch.Tensor) and ids.dim() == 2:
-            yield ids, inputs.get(f"{prefix}attention_mask")
+            yield _lengths(ids, inputs.get(f"{prefix}attention_mask"), inputs.get(f"{prefix}position_ids"))
 
 
-def training_flops(work: Work, lengths: torch.Tensor) -> float:
-    return work.per_token * float(lengths.sum()) + work.per_pair * float((lengths.double() ** 2).sum())
+def _lengths(ids: torch.Tensor, mask: Any, positions: Any) -> torch.Tensor:
+    """Real tokens of each sequence: by the mask, or by positions that start again at 0 where rows are flattened or packed."""
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        return mask.sum(1)
+    if isinstance(positions, torch.Tensor) and positions.shape == ids.shape:
+        starts = (positions == 0).flatten().nonzero().flatten()
+        return torch.diff(starts, append=torch.tensor([ids.numel()]))
+    return torch.full((ids.shape[0],), ids.shape[1])
+
+
+def _labelled(inputs: Mapping[str, Any]) -> int:
+    """Tokens with a label, in a batch with a label for each token; transformers' label for the others is -100."""
+    labels, ids = inputs.get("labels"), inputs.get("input_ids")
+    if not isinstance(labels, torch.Tensor) or not isinstance(ids, torch.Tensor) or labels.shape != ids.shape:
+        mask = inputs.get("completion_mask")  # of TRL's preference pairs
+        return int(mask.sum()) if isinstance(mask, torch.Tensor) else 0
+    return int((labels != -100).sum())
+
+
+def training_flops(work: Work, lengths: torch.Tensor, labelled: int = 0) -> float:
+    products = work.per_token * float(lengths.sum()) + work.per_label * labelled
+    return products + work.per_pair * float((lengths.double() ** 2).sum())
 
 
 @dataclass
@@ -99,14 +139,11 @@ class Meter:
     def batch(self, inputs: Mapping[str, Any]) -> None:
         """Counts a batch that is about to be computed."""
         rows = 0
-        for ids, mask in _texts(inputs):
-            if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
-                lengths = mask.sum(1)
-            else:
-                lengths = torch.full((ids.shape[0],), ids.shape[1])
-            rows = max(rows, ids.shape[0])  # both texts of a pair belong to one row
+        labelled = _labelled(inputs) if self.work.per_label else 0
+        for lengths in _texts(inputs):
+            rows = max(rows, len(lengths))  # both texts of a pair belong to one row
             self.tokens += int(lengths.sum())
-            self.flops += training_flops(self.work, lengths)
+            self.flops += training_flops(self.work, lengths, labelled)
         self.rows += rows
 
     @contextlib.contextmanager

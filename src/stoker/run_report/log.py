@@ -205,8 +205,9 @@ def _both(first: Check, second: Check) -> Check:
 
 
 _EXAMPLE = _fields(
-    question=_or_none(_text), context=_or_none(_text), texts=_or_none(_list_of(_text)), answer=_or_none(_scalar),
-    expected=_or_none(_list_of(_scalar)), begin=_or_none(_count), end=_or_none(_count), probability=_or_none(_figure),
+    question=_or_none(_text), before=_or_none(_text), context=_or_none(_text), texts=_or_none(_list_of(_text)),
+    answer=_or_none(_scalar), expected=_or_none(_list_of(_scalar)), begin=_or_none(_count), end=_or_none(_count),
+    probability=_or_none(_figure),
 )  # fmt: skip
 _MACHINE = _fields(
     cpu=_or_none(_text), system=_or_none(_text), cores=_or_none(_count), threads=_or_none(_count),

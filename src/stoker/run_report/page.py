@@ -33,7 +33,12 @@ from stoker.whole_files import write_text
 
 __all__ = ["render", "write_page", "write_report"]
 
-_TASKS = {"qa": "question answering", "classify": "classification", "demo": "question answering in an invented world"}
+_TASKS = {
+    "qa": "question answering",
+    "classify": "classification",
+    "sft": "fine-tuning of a language model",
+    "demo": "question answering in an invented world",
+}
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:
@@ -194,16 +199,19 @@ def _waits(run: Run) -> dict[str, Any] | None:
 
 def _example(row: dict[str, Any]) -> dict[str, Any]:
     probability = number(row, "probability")
-    context = row.get("context")
-    if context is not None:
+    context, before = row.get("context"), row.get("before")
+    if isinstance(before, str):
+        question, texts = row.get("question") or "", []
+    elif context is not None:
         question, texts = row.get("question") or "", [_around_answer(context, row.get("begin"), row.get("end"))]
     else:
         question, texts = None, [("", "", text) for text in row.get("texts") or ()]
     return {
         "right": bool(row.get("right")),
+        "before": before if isinstance(before, str) else None,
         "question": question,
         "texts": texts,
-        "answer": row.get("answer") or "no answer",
+        "answer": row.get("answer") or ("no answer" if before is None else "(nothing)"),
         "expected": row.get("expected") or ["no answer"],
         "probability": None if probability is None else f"{probability:.0%}",
     }

@@ -51,7 +51,7 @@ td.count { text-align: right; width: 4em; padding-right: 0; }
   padding: 14px 18px; font-size: .94rem; margin-bottom: 14px; break-inside: avoid; }
 .example.wrong { border-left-color: var(--bad); }
 .example p { margin: 0 0 8px; } .example .q { font-weight: 620; } .example .text { color: var(--muted); }
-.example .given { margin: 0; }
+.example .given { margin: 0; } .example .turn { white-space: pre-line; }
 mark { background: var(--mark); color: inherit; border-radius: 4px; padding: 0 3px; }
 .wrong mark { background: var(--markbad); }
 pre { white-space: pre-wrap; background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 14px 18px;

@@ -15,7 +15,7 @@ from stoker.run_report.log import Run
 
 __all__ = ["model_card"]
 
-_PIPELINES = {"qa": "question-answering", "classify": "text-classification"}
+_PIPELINES = {"qa": "question-answering", "classify": "text-classification", "sft": "text-generation"}
 _USES = {
     "qa": """import torch
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
@@ -36,6 +36,17 @@ inputs = tokenizer("One sentence.", return_tensors="pt")  # give two texts for a
 with torch.no_grad():
     print(model.config.id2label[int(model(**inputs).logits.argmax())])""",
 }
+_LANGUAGE_MODEL = """import torch
+from transformers import AutoTokenizer
+{imports}
+
+tokenizer = AutoTokenizer.from_pretrained("{path}")
+model = {load}.eval()
+messages = [{{"role": "user", "content": "Who wrote the letter?"}}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+with torch.no_grad():
+    output = model.generate(**inputs, max_new_tokens=100)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 _NUMBER = "    print(float(model(**inputs).logits))"
 _SETTINGS_SHOWN = (
     "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_batch", "num_train_epochs",
@@ -49,10 +60,11 @@ def model_card(job: Any, trainer: Any, metrics: dict[str, Any], run: Run) -> str
     data = job.data.dataset_name or getattr(job.data, "task_name", None) or job.data.train_file
     figures = {k.removeprefix("eval_"): v for k, v in metrics.items() if k.startswith("eval_") and _is_score(k, v)}
     front = {
-        "library_name": "transformers",
+        "library_name": "peft" if _is_adapter(trainer) else "transformers",
         "pipeline_tag": _PIPELINES[job.task],
         # The hub accepts only names of hub models here, and rejects a card with a local folder.
         **({} if os.path.exists(base) else {"base_model": str(base)}),
+        **({"datasets": [job.data.dataset_name]} if job.task == "sft" and job.data.dataset_name else {}),
         "tags": ["stoker", "generated_from_trainer"],
     }
     header = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
@@ -69,10 +81,9 @@ def model_card(job: Any, trainer: Any, metrics: dict[str, Any], run: Run) -> str
 {header}
 ---
 
-# {type(trainer.model).__name__} fine-tuned from {base}
+# {_model_name(trainer)} fine-tuned from {base}
 
-Fine-tuned for {_PIPELINES[job.task]} on {data} by Stoker, on a CPU. It is an ordinary
-transformers model: Stoker is not needed to use it.
+Fine-tuned for {_PIPELINES[job.task]} on {data} by Stoker, on a CPU. {_needs(trainer)}
 
 {results}
 ## Use
@@ -94,12 +105,50 @@ Versions: stoker {__version__}, transformers {transformers.__version__}, torch {
 """
 
 
+def _is_adapter(trainer: Any) -> bool:
+    return hasattr(trainer.model, "peft_config")
+
+
+def _model_name(trainer: Any) -> str:
+    model = trainer.model.get_base_model() if _is_adapter(trainer) else trainer.model
+    return type(model).__name__
+
+
 def _use(job: Any, trainer: Any) -> str:
     path = trainer.hub_model_id if job.args.push_to_hub else job.args.output_dir
+    if job.task == "sft":
+        return _use_of_language_model(trainer, str(path))
     lines = _USES[job.task].replace("{path}", str(path)).splitlines()
     if trainer.model.config.problem_type == "regression":
         lines[-1] = _NUMBER
     return "\n".join(lines)
+
+
+def _use_of_language_model(trainer: Any, path: str) -> str:
+    adapter = _is_adapter(trainer)
+    if adapter and _is_gguf(trainer):
+        path, adapter = f"{path}/merged", False
+    imports = (
+        "from peft import AutoPeftModelForCausalLM" if adapter else "from transformers import AutoModelForCausalLM"
+    )
+    load = f'{imports.rpartition(" ")[2]}.from_pretrained("{path}")'
+    return _LANGUAGE_MODEL.format(path=path, imports=imports, load=load)
+
+
+def _is_gguf(trainer: Any) -> bool:
+    return str(trainer.model.config.name_or_path).endswith(".gguf")
+
+
+def _needs(trainer: Any) -> str:
+    """What it takes to use the result."""
+    if not _is_adapter(trainer):
+        return "It is an ordinary\ntransformers model: Stoker is not needed to use it."
+    if _is_gguf(trainer):
+        return (
+            "It is a LoRA adapter\nof a GGUF file, which `stoker chat` loads; PEFT does not. `stoker train sft --merge` writes a "
+            "whole model\nthat needs neither."
+        )
+    return "It is an ordinary\nLoRA adapter for PEFT: Stoker is not needed to use it."
 
 
 def _is_score(name: str, value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Reads rows from JSON, JSON lines, CSV, TSV and Parquet files, gzipped or not, each with its position in the file.
+"""Reads rows from JSON, JSON lines, CSV, TSV, Parquet and text files, gzipped or not, each with its position in the file.
 
 Problems of a single row go to `Faults`; a file that cannot be read raises UserError. The tasks interpret the columns.
 """
@@ -56,8 +56,14 @@ def kind_of(path: Path) -> str:
     return kind
 
 
-def read_rows(path: Path, faults: Faults) -> Iterator[Row]:
-    """The rows of a table. JSON may be a list of rows, {"data": [rows]} or one row per line."""
+def read_rows(path: Path, faults: Faults, *, texts: bool = False) -> Iterator[Row]:
+    """The rows of a table. JSON may be a list of rows, {"data": [rows]} or one row per line.
+
+    With `texts`, a .txt file has a row for each paragraph, with the column `text`.
+    """
+    if texts and path.name.lower().removesuffix(".gz").endswith(".txt"):
+        yield from _paragraphs(path)
+        return
     kind = kind_of(path)
     if kind == "parquet":
         yield from _parquet_rows(path)
@@ -137,6 +143,22 @@ def _line_rows(path: Path, faults: Faults) -> Iterator[Row]:
             yield Row(values, where)
         else:
             faults.add(where, f"is {with_article(type(values).__name__)}, not an object")
+
+
+def _paragraphs(path: Path) -> Iterator[Row]:
+    """One row for each paragraph; blank lines are between them."""
+    raw = _read_bytes(path)
+    try:
+        lines = raw.decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: byte {error.start:,} is 0x{raw[error.start]:02x}; convert it") from None
+    begin = 0
+    for number, line in enumerate([*lines, ""]):
+        if line.strip():
+            continue
+        if begin < number:
+            yield Row({"text": "\n".join(lines[begin:number])}, f"{path}, line {begin + 1}")
+        begin = number + 1
 
 
 def _delimited_rows(path: Path, delimiter: str, faults: Faults) -> Iterator[Row]:

@@ -43,9 +43,9 @@ def quiet() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    for name in ("accelerate", "huggingface_hub", "httpx", "filelock", "matplotlib"):
+    for name in ("accelerate", "huggingface_hub", "httpx", "filelock", "matplotlib", "trl", "peft", "datasets"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\b")
+    warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch|peft|trl)\b")
 
 
 _FILES = {"config": CONFIG_FILES, "tokenizer": TOKENIZER_FILES, "weights": WEIGHT_FILES}

@@ -20,9 +20,9 @@ from stoker.machine import this_machine
 
 __all__ = ["Estimate", "available", "check_memory", "estimate"]
 
-_KEPT_PER_LAYER = 22
-"""Widths kept per token and layer: inputs and outputs of the four products (4 + 2 x 4 for the intermediate), q, k, v,
-residuals and the temporary gradients of one layer."""
+_KEPT_WIDTHS, _KEPT_INTERMEDIATE = 10, 3
+"""Values kept per token and layer, in hidden and in intermediate widths: inputs and outputs of the products, q, k, v,
+residuals, the temporary gradients of one layer; before, after and inside the activation."""
 _STOCK_SCORES = 4
 """Copies of the attention matrix that stock transformers keeps per head: scores, softmax, dropout mask and result."""
 _BASE = 550 << 20  # Python, torch and transformers loaded, with their pools
@@ -48,13 +48,15 @@ def estimate(model: nn.Module, *, optimized: bool, bf16: bool = False) -> Estima
     width = getattr(config, "hidden_size", None) or getattr(config, "dim", None) or 768
     layers = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", None) or 12
     heads = getattr(config, "num_attention_heads", None) or getattr(config, "n_heads", None) or 12
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "hidden_dim", None) or 4 * width
+    kept = layers * (_KEPT_WIDTHS * width + _KEPT_INTERMEDIATE * inner)
     # Weights, gradients, two moments; a checkpoint or an evaluation adds no copy of them.
     fixed = _BASE + 4.0 * parameters + 12.0 * trained
     size = 2 if bf16 and optimized else 4
     if optimized:
-        return Estimate(fixed, size * layers * width * _KEPT_PER_LAYER, 0.0)
+        return Estimate(fixed, size * kept, 0.0)
     # Stock also keeps dropout masks and intermediate sums, all at the padded length.
-    return Estimate(fixed, 1.2 * size * layers * width * _KEPT_PER_LAYER, size * layers * heads * _STOCK_SCORES)
+    return Estimate(fixed, 1.2 * size * kept, size * layers * heads * _STOCK_SCORES)
 
 
 def available() -> int | None:
@@ -98,7 +100,9 @@ def check_memory(
     least = max(int(lengths.max(initial=1)), 1) if tokens else 1
     fitting = next((n for n in _smaller(size, least, tokens) if bytes_of(n) <= 0.9 * free), None)
     if fitting is None:
-        raise UserError(f"{finding}; even one row does not fit; use a smaller model or a shorter --max_seq_length")
+        raise UserError(
+            f"{finding}; even one row does not fit; use a smaller model or shorter rows ({_length_option(args)})"
+        )
     if tokens:
         raise UserError(f"{finding}; --tokens_per_batch {fitting} fits (--skip_memory_check tries it anyway)")
     accumulation = args.gradient_accumulation_steps * (size // fitting)
@@ -106,6 +110,10 @@ def check_memory(
         f"{finding}; --per_device_train_batch_size {fitting} --gradient_accumulation_steps {accumulation} "
         "fit and give the same updates (--skip_memory_check tries it anyway)"
     )
+
+
+def _length_option(args: Any) -> str:
+    return "--max_length" if hasattr(args, "max_length") else "--max_seq_length"
 
 
 def _smaller(size: int, least: int, tokens: bool) -> list[int]:

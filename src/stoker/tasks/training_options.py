@@ -90,8 +90,8 @@ class DataOptions:
 class OptionParser(StrictValues, HfArgumentParser):  # type: ignore[misc]
     """HfArgumentParser with one-sentence errors and range checks."""
 
-    def __init__(self, command: str, *kinds: Any) -> None:
-        kinds = (ModelOptions, *kinds, TrainingArguments)
+    def __init__(self, command: str, *kinds: Any, arguments: Any = TrainingArguments) -> None:
+        kinds = (ModelOptions, *kinds, arguments)
         HfArgumentParser.__init__(self, kinds, prog=f"stoker {command}", allow_abbrev=False)
         self.command = command
 
@@ -119,11 +119,11 @@ class OptionParser(StrictValues, HfArgumentParser):  # type: ignore[misc]
 _AT_LEAST_1 = (
     "n_best_size", "max_answer_length", "max_train_samples", "max_eval_samples", "max_predict_samples",
     "preprocessing_num_workers", "tokens_per_batch", "per_device_train_batch_size", "per_device_eval_batch_size",
-    "gradient_accumulation_steps", "eval_accumulation_steps",
+    "gradient_accumulation_steps", "eval_accumulation_steps", "lora_r", "lora_alpha",
 )  # fmt: skip
 _AT_LEAST_0 = (
     "doc_stride", "dataloader_num_workers", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-    "num_train_epochs", "neftune_noise_alpha", "label_smoothing_factor", "seed",
+    "num_train_epochs", "neftune_noise_alpha", "label_smoothing_factor", "seed", "lora_dropout", "samples", "beta",
 )  # fmt: skip
 _BELOW = {
     "adam_beta1": 1,
@@ -139,6 +139,9 @@ _BELOW = {
     "dataloader_num_workers": 1025,
     "preprocessing_num_workers": 1025,
     "ddp_timeout": 1e9,
+    "lora_r": 1 << 16,
+    "lora_dropout": 1,
+    "samples": 101,
 }
 """Outside these ranges, options fail late with a library's own error, or silently do something else."""
 

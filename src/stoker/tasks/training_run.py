@@ -14,6 +14,8 @@ from typing import Any
 from rich.console import Console
 
 from stoker.errors import UserError, one_line
+from stoker.hf.arguments import TrainingArguments
+from stoker.hf.batches import lengths_of
 from stoker.hf.checkpointing import lock
 from stoker.hf.checkpointing.restart import Start
 from stoker.hf.secrets import without_secrets
@@ -59,14 +61,14 @@ class Job:
         return getattr(self.data, f"{split}_file"), getattr(self.data, f"max_{limit}_samples")
 
 
-def begin(task: str, argv: list[str], data_options: Any) -> Job:
+def begin(task: str, argv: list[str], data_options: Any, arguments: Any = TrainingArguments) -> Job:
     """Parses the command line, checks what can be checked before loading anything, and silences the libraries."""
     _log_to_stderr()
     quiet()
     argv = expand_options_file(argv)
     if (workers := _value("preprocessing_num_workers", argv)) is not None:
         os.environ["RAYON_NUM_THREADS"] = workers  # tokenizers reads it once, when it first tokenizes
-    model, data, args = OptionParser(f"train {task}", data_options).read(argv)
+    model, data, args = OptionParser(f"train {task}", data_options, arguments=arguments).read(argv)
     if not (args.do_train or args.do_eval or args.do_predict):
         raise UserError(f"stoker train {task} has nothing to do; add --do_train, --do_eval or --do_predict")
     if args.do_train and not given("output_dir", argv):
@@ -140,7 +142,7 @@ def cut(rows: Sequence[Any], most: int | None) -> Sequence[Any]:
 def train(job: Job, trainer: Trainer, **facts: Any) -> None:
     """Trains, then saves model, metrics and state. `facts` are added to the run's log."""
     args = job.args
-    lengths = trainer.train_dataset.lengths
+    lengths = lengths_of(trainer.train_dataset, args.length_column_name)
     optimized = getattr(args, "use_ipex", None) is not False
     if not job.data.skip_memory_check:
         need = memory_estimate.check_memory(trainer.model, lengths, args, optimized=optimized)
@@ -177,14 +179,16 @@ def make_trainer(
     try:
         trainer = kind(
             model, args, train_dataset=sets.get("train"), eval_dataset=sets.get("validation"), processing_class=tokenizer,
-            data_collator=Collator.of(tokenizer), **settings,
+            **{"data_collator": Collator.of(tokenizer), **settings},
         )  # fmt: skip
     except (ValueError, ImportError) as error:  # raised for options that contradict each other
         raise UserError(f"stoker train {job.task}: {one_line(error)}") from None
     use_display(trainer)
     if not given("logging_steps", job.argv) and args.do_train:
         rows_per_step = args.train_batch_size * args.gradient_accumulation_steps
-        steps = args.max_steps if args.max_steps > 0 else args.num_train_epochs * len(sets["train"]) / rows_per_step
+        steps = (
+            args.max_steps if args.max_steps > 0 else args.num_train_epochs * len(trainer.train_dataset) / rows_per_step
+        )
         args.logging_steps = max(int(steps / 100), 1)
     return trainer
 

@@ -1,0 +1,100 @@
+"""The chat template of a tokenizer: turns as text, and which characters of that text the assistant has written.
+
+Where the answers begin and end follows from rendering the turns before them. Templates that rewrite earlier turns do not allow
+that; for those, the template marks the answers itself, or TRL has a version of it that does.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from stoker.errors import UserError, one_line
+from stoker.tasks.sft.data import Message, Unusable
+
+__all__ = ["DEFAULT_TEMPLATE", "ensure_template", "marking_template", "render", "spans_of_answers"]
+
+log = logging.getLogger("stoker")
+
+DEFAULT_TEMPLATE = """\
+{%- if bos_token %}{{ bos_token }}{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{ '### Assistant:\\n' + message.content + eos_token + '\\n' }}
+{%- else -%}
+{{ '### ' + message.role | capitalize + ':\\n' + message.content + '\\n\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '### Assistant:\\n' }}{% endif -%}"""
+"""For models without a template. Its headings are ordinary text, so it needs no tokens that the model does not know; the
+answer ends with the model's own end-of-text token."""
+
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE: list[Message] = [
+    {"role": "user", "content": "One?"}, {"role": "assistant", "content": "Uno."},
+    {"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Due."},
+]  # fmt: skip
+
+
+def ensure_template(tokenizer: Any, name: str) -> None:
+    """Gives a tokenizer without a chat template the default one, and says so."""
+    if tokenizer.chat_template:
+        return
+    if tokenizer.eos_token is None:
+        raise UserError(
+            f"the tokenizer of {name} has neither a chat template nor an end-of-text token (eos_token), so the model could not "
+            "learn where an answer ends; use another model, or add one of them to its tokenizer_config.json"
+        )
+    tokenizer.chat_template = DEFAULT_TEMPLATE
+    log.warning(
+        "the tokenizer of %s has no chat template; turns are written as '### User:' and '### Assistant:', and the template is "
+        "saved with the model", name,
+    )  # fmt: skip
+
+
+def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
+    """The turns as text; Unusable if the template rejects them."""
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except Exception as error:  # templates are programs, and may raise anything
+        raise Unusable(f"the chat template rejects it: {one_line(error)[:200]}") from None
+    return text
+
+
+def spans_of_answers(
+    tokenizer: Any, messages: Sequence[Message], text: str, *, last_only: bool, tools: Any = None
+) -> list[tuple[int, int]]:
+    """Begin and end in `text` of each answer with its end-of-turn token, or of the last one only."""
+    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    spans = []
+    for n in answers[-1:] if last_only else answers:
+        before = render(tokenizer, messages[:n], add_generation_prompt=True, tools=tools)
+        after = text if n == len(messages) - 1 else render(tokenizer, messages[: n + 1], tools=tools)
+        end = len(after.rstrip())  # the line break after a turn is not the assistant's
+        if not text.startswith(before) or text[:end] != after[:end]:
+            raise Unusable(f"the chat template writes turn {n + 1} in another way once turns follow it")
+        spans.append((len(before), end))
+    return spans
+
+
+def marking_template(tokenizer: Any, *, last_only: bool) -> str | None:
+    """The template by which transformers can mark the answers; None if they follow from the turns before them."""
+    if _MARKERS.search(str(tokenizer.chat_template)):
+        return str(tokenizer.chat_template)
+    try:
+        spans_of_answers(tokenizer, _PROBE, render(tokenizer, _PROBE), last_only=last_only)
+    except Unusable:
+        pass
+    else:
+        return None
+    from trl import get_training_chat_template
+
+    try:
+        return str(get_training_chat_template(tokenizer) or tokenizer.chat_template)
+    except (ValueError, TypeError):
+        raise UserError(
+            "with the chat template of this tokenizer it cannot be told which tokens are the assistant's: it rewrites earlier "
+            "turns and does not mark answers by {% generation %}; use --loss_on all, or a tokenizer with another template"
+        ) from None

@@ -1,0 +1,284 @@
+"""`stoker train sft`: fine-tunes a language model on chats, instructions or texts, or on preference pairs (`--dpo`).
+
+TRL's trainers and PEFT do the work, on rows that are checked, tokenized and labelled here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.english import counted
+from stoker.errors import UserError, one_line
+from stoker.model import restore
+from stoker.tasks import hub, training_run
+from stoker.tasks.faults import Faults
+from stoker.tasks.loading import most_tokens
+from stoker.tasks.sft.chat_template import ensure_template
+from stoker.tasks.sft.data import Chat, Example, Format, Pair, Plain, collect, read_examples
+from stoker.tasks.sft.features import IGNORED, Encoder, make_pairs, make_rows
+from stoker.tasks.sft.language_model import LanguageModel, load_for_training, lora_config, save_merged
+from stoker.tasks.sft.samples import answers, choose_samples, sample_rows
+from stoker.tasks.sft.training_time import estimate_seconds, rounded_duration
+from stoker.tasks.training_options import DataOptions, check_best, given
+
+# No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
+
+__all__ = ["SftOptions", "arguments_of", "main"]
+
+_RATES = {(False, False): 2e-4, (True, False): 2e-5, (False, True): 1e-5, (True, True): 1e-6}
+"""Default learning rates for (--full, --dpo): TRL's for full training, ten times as much for LoRA, as TRL advises."""
+
+
+@dataclass
+class SftOptions(DataOptions):
+    """Data, what is trained on, and adapters."""
+
+    loss_on: str | None = field(
+        default=None,
+        metadata={
+            "help": "Which tokens are trained on: completions (the last answer), assistant (every answer), or all. Default: "
+            "assistant for chats, completions for prompts and instructions, all for texts.",
+            "choices": ["completions", "assistant", "all"],
+        },
+    )
+    full: bool = field(default=False, metadata={"help": "Train all weights instead of a LoRA adapter."})
+    lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA adapter."})
+    lora_alpha: int | None = field(
+        default=None, metadata={"help": "Its scale, divided by the rank (default: twice the rank)."}
+    )
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapter."})
+    lora_targets: str = field(
+        default="auto",
+        metadata={
+            "help": "Layers with an adapter: auto or all-linear (all but the head), or names separated by commas."
+        },
+    )
+    merge: bool = field(
+        default=False, metadata={"help": "Also write the model with the adapter merged, to OUTPUT_DIR/merged."}
+    )
+    dpo: bool = field(default=False, metadata={"help": "Train on preference pairs: columns prompt, chosen, rejected."})
+    samples: int = field(default=3, metadata={"help": "Answers in the report, before and after training; 0 for none."})
+
+
+def arguments_of(argv: Sequence[str]) -> Any:
+    """The class of TRL's arguments that a command line needs."""
+    from stoker.tasks.sft.trl_trainers import DPOArguments, SFTArguments
+
+    off = any(word.lower() in {"--dpo=false", "--no_dpo"} for word in argv)
+    return DPOArguments if given("dpo", list(argv)) and not off else SFTArguments
+
+
+def main(argv: list[str]) -> int:
+    job = training_run.begin("sft", argv, SftOptions, arguments_of(argv))
+    args, options = job.args, job.data
+    from transformers import set_seed
+
+    _check(job)
+    set_seed(args.seed)
+    found = load_for_training(job.model)
+    args.max_length = _row_length(args.max_length, found)
+    raw = {split: _read(job, split) for split in training_run.wanted_splits(args)}
+    chats = _prepare_template(job, raw, found.tokenizer)
+    encoder = _encoder(job, raw["train"][0], found.tokenizer, chats)
+    sets = {split: _dataset(job, encoder, *one) for split, one in raw.items()}
+    examples = raw.get("validation", raw["train"])[1]
+    samples = choose_samples(examples, found.tokenizer, options.samples) if args.should_save else []
+    trainer = _trainer(job, found, sets)
+    before = _answers(job, trainer, samples)
+    _say_how_long(job, trainer, encoder)
+    training_run.train(job, trainer, format=raw["train"][0].name)
+    metrics = _evaluate(job, trainer, sets) if args.do_eval else {}
+    if samples:
+        restore(trainer.model)  # generation runs as stock does, and would say so
+        after = _answers(job, trainer, samples)
+        trainer.recorder.write("examples", rows=sample_rows(samples, before, after))
+    if options.merge and args.should_save:
+        save_merged(trainer.model, found.tokenizer, Path(args.output_dir) / "merged")
+        job.print(f"merged model in {Path(args.output_dir) / 'merged'}")
+    training_run.finish(job, trainer, metrics)
+    return 0
+
+
+def _check(job: training_run.Job) -> None:
+    args, options = job.args, job.data
+    if args.do_predict:
+        raise UserError(
+            "stoker train sft does not predict a test file; `stoker chat --model DIR --prompt ...` answers prompts"
+        )
+    if not args.do_train:
+        raise UserError("stoker train sft always trains; leave out --do_train False")
+    if options.full and options.merge:
+        raise UserError("--merge adds an adapter to the model, and with --full there is none; give only one of them")
+    if options.dpo and options.loss_on not in (None, "completions"):
+        raise UserError(f"--loss_on {options.loss_on} is not possible with --dpo, which compares whole answers")
+    if args.max_length is not None and args.max_length < 8:
+        raise UserError(f"--max_length {args.max_length} leaves no room for a text; use 256 to 2048")
+    if options.validation_file:
+        args.do_eval = True
+    if not given("learning_rate", job.argv):
+        args.learning_rate = _RATES[options.full, options.dpo]
+    check_best(args, job.argv, ["loss", *([] if options.dpo else ["mean_token_accuracy"])], "loss")
+
+
+def _row_length(asked: int | None, found: LanguageModel) -> int:
+    """--max_length, reduced to what the model takes."""
+    most = most_tokens(asked or 1 << 30, found.tokenizer, found.model.config)
+    return max(min(asked or most, most), 8)
+
+
+def _read(job: training_run.Job, split: str) -> tuple[Format, list[Example], Faults]:
+    options = job.data
+    file, most = job.source(split)
+    if file:
+        return read_examples(file, pairs=options.dpo, strict=options.strict, most=most)
+    found = hub.load_split(options.dataset_name, options.dataset_config_name, split, job.model)
+    faults = Faults(found.name, options.strict)
+    return *collect(found.rows(), faults, pairs=options.dpo, most=most), faults
+
+
+def _prepare_template(job: training_run.Job, raw: dict[str, Any], tokenizer: Any) -> bool:
+    """Decides whether rows are written by the chat template; plain prompts are too if the model comes with a template."""
+    name = job.model.model_name_or_path
+    own = bool(tokenizer.chat_template)
+    for _, examples, _ in raw.values():
+        if own:
+            examples[:] = [dataclasses.replace(one, content=_as_chat(one.content)) for one in examples]
+    chats = any(isinstance(_first(one.content), Chat) for _, examples, _ in raw.values() for one in examples[:1])
+    if chats:
+        ensure_template(tokenizer, name)
+    if tokenizer.eos_token is None and not chats:
+        raise UserError(
+            f"the tokenizer of {name} has no end-of-text token (eos_token), so the model could not learn to stop"
+        )
+    return chats
+
+
+def _first(content: Chat | Plain | Pair) -> Chat | Plain:
+    return content.chosen if isinstance(content, Pair) else content
+
+
+def _as_chat(content: Any) -> Any:
+    if isinstance(content, Pair):
+        return Pair(_as_chat(content.chosen), _as_chat(content.rejected))
+    if isinstance(content, Chat) or not content.prompt:
+        return content
+    return Chat(
+        [{"role": "user", "content": content.prompt}, {"role": "assistant", "content": content.completion.strip()}]
+    )
+
+
+def _encoder(job: training_run.Job, form: Format, tokenizer: Any, chats: bool) -> Encoder:
+    loss_on = job.data.loss_on or form.loss_on
+    if form.name == "plain text" and loss_on != "all":
+        raise UserError(
+            f"--loss_on {loss_on} needs prompts or chats, and the training data is plain text; use --loss_on all"
+        )
+    how = "with the model's chat template" if chats else "without a chat template"
+    job.print(f"data: {form.name} ({', '.join(form.columns)}), {how}; loss on {_LOSS_ON[loss_on]}")
+    return Encoder.of(tokenizer, loss_on, chats=chats)
+
+
+_LOSS_ON = {"completions": "completions", "assistant": "the assistant's turns", "all": "all tokens"}
+
+
+def _dataset(job: training_run.Job, encoder: Encoder, form: Format, examples: list[Example], faults: Faults) -> Any:
+    """The rows as TRL takes them: tokens and labels, or the two chats or texts of each pair."""
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    if job.data.dpo:
+        pairs = make_pairs(examples, encoder, job.args.max_length, faults)
+        columns = [{**_columns(pair), "length": length} for pair, length in pairs]
+        rows: Sequence[Any] = pairs
+        made = (lambda: Dataset.from_list(columns)) if pairs else None
+    else:
+        rows = tokens = make_rows(examples, encoder, job.args.max_length, faults)
+        made = lambda: Dataset.from_dict(  # noqa: E731
+            {"input_ids": [one.ids for one in tokens], "labels": [one.labels for one in tokens],
+             "length": [len(one.ids) for one in tokens]}
+        )  # fmt: skip
+    faults.settle(len(rows))
+    if not rows or made is None:
+        raise UserError(
+            f"{faults.source} contains no rows that can be trained on with --max_length {job.args.max_length}"
+        )
+    return made()
+
+
+def _columns(pair: Pair) -> dict[str, Any]:
+    if isinstance(pair.chosen, Chat) and isinstance(pair.rejected, Chat):
+        prompt, chosen = pair.chosen.messages[:-1], pair.chosen.messages[-1:]
+        return {"prompt": prompt, "chosen": chosen, "rejected": pair.rejected.messages[len(prompt) :]}
+    assert isinstance(pair.chosen, Plain)
+    assert isinstance(pair.rejected, Plain)
+    return {"prompt": pair.chosen.prompt, "chosen": pair.chosen.completion, "rejected": pair.rejected.completion}
+
+
+def _trainer(job: training_run.Job, found: LanguageModel, sets: dict[str, Any]) -> Any:
+    from stoker.tasks.sft.trl_trainers import DPOTrainer, SFTTrainer
+
+    args, options = job.args, job.data
+    settings: dict[str, Any] = {"data_collator": None, "peft_config": None if options.full else lora_config(options)}
+    if not options.dpo and not args.packing:
+        args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}  # tokenized and cut already
+    if options.dpo and options.full:
+        import copy
+
+        settings["ref_model"] = copy.deepcopy(found.model)
+    kind = DPOTrainer if options.dpo else SFTTrainer
+    try:
+        trainer = training_run.make_trainer(job, kind, found.model, found.tokenizer, sets, **settings)
+    except (TypeError, RuntimeError) as error:
+        raise UserError(f"stoker train sft: {one_line(error)}") from None
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in trainer.model.parameters())
+    job.print(f"training {trained:,} of {total:,} parameters" + ("" if options.full else " (LoRA; --full trains all)"))
+    return trainer
+
+
+def _answers(job: training_run.Job, trainer: Any, samples: Sequence[Any]) -> list[str]:
+    if not samples:
+        return []
+    job.print(f"generating {counted(len(samples), 'sample answer')} for the report (--samples 0 leaves them out)")
+    return answers(trainer.model, trainer.processing_class, samples)
+
+
+def _say_how_long(job: training_run.Job, trainer: Any, encoder: Encoder) -> None:
+    from stoker.hf.batches import lengths_of
+    from stoker.hf.meter import Work
+    from stoker.machine import rates, this_machine
+
+    known = rates.known(this_machine())
+    if known is None:
+        return
+    args, rows = job.args, trainer.train_dataset
+    labelled = 1.0
+    if not job.data.dpo:
+        labels = rows[: min(len(rows), 1000)]["labels"]
+        labelled = float(np.mean(np.concatenate([np.asarray(one) for one in labels]) != IGNORED))
+    work = Work.of(trainer.model)
+    if job.data.dpo:  # TRL also computes what the model said before training
+        work = dataclasses.replace(work, per_token=work.per_token * 1.5, per_pair=work.per_pair * 1.5)
+    seconds = estimate_seconds(work, known, lengths_of(rows, args.length_column_name), labelled, args)
+    job.print(f"estimated time of training on this machine: {rounded_duration(seconds)}")
+
+
+def _evaluate(job: training_run.Job, trainer: Any, sets: dict[str, Any]) -> dict[str, Any]:
+    metrics: dict[str, Any] = trainer.evaluate()
+    rows = len(sets["validation"])
+    if not job.data.dpo:
+        metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
+    trainer.save_metrics("eval", {**metrics, "eval_samples": rows})
+    parts = [f"loss {metrics['eval_loss']:.3f}"]
+    if "eval_perplexity" in metrics:
+        parts.append(f"perplexity {metrics['eval_perplexity']:.2f}")
+    name, what = ("rewards/accuracies", "pairs") if job.data.dpo else ("mean_token_accuracy", "tokens")
+    if (right := metrics.get(f"eval_{name}")) is not None:
+        parts.append(f"{right:.1%} of the {what} right")
+    job.print(f"evaluation: {', '.join(parts)} on {rows:,} rows")
+    return metrics

@@ -1,0 +1,212 @@
+"""Loads language models from the hub, a folder, a GGUF file or an adapter's folder, and gives them LoRA adapters."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import UserError, one_line
+from stoker.tasks.loading import (
+    check_vocabulary,
+    config_of,
+    load_config,
+    load_model,
+    load_tokenizer,
+    loaded,
+    model_of,
+    reason,
+    tokenizer_of,
+)
+
+__all__ = ["LanguageModel", "gguf_file", "load_for_chat", "load_for_training", "lora_config", "save_merged"]
+
+ADAPTER = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    tokenizer: Any
+    model: Any
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that `name` is, or that its folder contains instead of a transformers model; None if there is none."""
+    path = Path(name)
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise UserError(f"{name} contains {len(found)} GGUF files; name one of them: {', '.join(map(str, found[:5]))}")
+    return found[0] if found else None
+
+
+def load_for_training(options: Any) -> LanguageModel:
+    """The model that --model_name_or_path names, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    name = options.model_name_or_path
+    if (file := gguf_file(name)) is not None:
+        return _load_gguf(file, "--model_name_or_path")
+    _check_folder(name, "--model_name_or_path")
+    if (Path(name) / ADAPTER).is_file() and not (Path(name) / "config.json").exists():
+        raise UserError(
+            f"{name} is an adapter, not a model; train its base model, or write the merged model with --merge and train that"
+        )
+    config, tokenizer = load_config(options), load_tokenizer(options)
+    check_vocabulary(tokenizer, config, name)
+    model = load_model(AutoModelForCausalLM, options, config)
+    if os.path.isdir(name):
+        model.config.name_or_path = os.path.abspath(name)  # PEFT writes it into the adapter, which may be moved
+    return LanguageModel(tokenizer, model)
+
+
+def load_for_chat(name: str) -> LanguageModel:
+    """The model that --model names; for the folder of an adapter, its base model with the adapter merged into it."""
+    from transformers import AutoModelForCausalLM
+
+    if (file := gguf_file(name)) is not None:
+        return _load_gguf(file, "--model")
+    _check_folder(name, "--model")
+    if (Path(name) / ADAPTER).is_file():
+        return _load_adapter(Path(name))
+    settings: dict[str, Any] = {"flag": "--model", "trust_remote_code": False}
+    config = config_of(name, **settings)
+    tokenizer = tokenizer_of(name, **settings)
+    check_vocabulary(tokenizer, config, name)
+    model, missing = model_of(AutoModelForCausalLM, name, config, what="language model", **settings)
+    if "lm_head.weight" in missing and not config.tie_word_embeddings:
+        raise UserError(f"{name} is not a language model: it has no lm_head.weight")
+    return LanguageModel(tokenizer, model.eval())
+
+
+def _check_folder(name: str, flag: str) -> None:
+    path = Path(name)
+    if path.suffix == ".gguf" and not path.is_file():
+        raise UserError(f"{flag} {name} does not exist")
+    if path.is_file():
+        raise UserError(f"{flag} {name} is a file; name a folder, a GGUF file, or a model on the hub")
+    if path.is_dir() and not any((path / one).exists() for one in ("config.json", ADAPTER)):
+        raise UserError(f"{name} does not contain a model: it has neither config.json nor {ADAPTER} nor a GGUF file")
+
+
+def _load_adapter(folder: Path) -> LanguageModel:
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise UserError(f"{folder} is an adapter, which needs peft: pip install 'stoker[sft]'") from None
+    base = _base_of(folder)
+    if (Path(base) / ADAPTER).is_file():
+        raise UserError(f"the base model of {folder} is {base}, which is an adapter itself; that is not supported")
+    try:
+        model = load_for_chat(base).model
+    except UserError as error:
+        raise UserError(f"the base model of the adapter {folder} cannot be loaded: {error}") from None
+    merged = loaded(_OnBase(PeftModel, model), "adapter", str(folder), flag="--model").merge_and_unload()
+    return LanguageModel(tokenizer_of(str(folder), flag="--model", trust_remote_code=False), merged.eval())
+
+
+@dataclass(frozen=True)
+class _OnBase:
+    """PeftModel's `from_pretrained` for one base model, with the signature that `loaded` expects."""
+
+    kind: Any
+    model: Any
+    __name__ = "PeftModel"
+
+    def from_pretrained(self, name: str, **options: Any) -> Any:
+        return self.kind.from_pretrained(self.model, name, **options)
+
+
+def _base_of(folder: Path) -> str:
+    try:
+        base = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{ADAPTER} in {folder} cannot be read: {one_line(error)}") from None
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{ADAPTER} in {folder} does not name its base model (base_model_name_or_path)")
+    return base
+
+
+def _load_gguf(file: Path, flag: str) -> LanguageModel:
+    """The model of a GGUF file in fp32, as transformers widens it.
+
+    `save_pretrained` refuses a model whose configuration says that it comes from a GGUF file, so the weights go into a new one.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise UserError(f"{file} is a GGUF file, which needs the gguf package: pip install 'stoker[sft]'") from None
+    folder, name = str(file.parent), file.name
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+            read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+            config = AutoConfig.from_pretrained(folder, gguf_file=name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = model.to_empty(device="cpu")
+        model.load_state_dict(read.state_dict())
+        _copy_buffers(read, model)
+        model.tie_weights()
+    except Exception as error:  # damaged files raise all kinds of errors in the libraries
+        if os.environ.get("STOKER_TRACEBACK"):
+            raise
+        raise UserError(f"no model can be loaded from the GGUF file {file} ({flag}): {reason(error)}") from None
+    model.config.name_or_path = str(file.absolute())
+    model.generation_config = read.generation_config
+    return LanguageModel(tokenizer, model)
+
+
+def _copy_buffers(source: Any, target: Any) -> None:
+    """Buffers that are not in the state, such as the frequencies of rotary embeddings."""
+    found = dict(source.named_buffers())
+    for name, buffer in target.named_buffers():
+        buffer.copy_(found[name])
+
+
+def lora_config(options: Any) -> Any:
+    """PEFT's configuration for the --lora options."""
+    from peft import LoraConfig
+
+    targets: Any = options.lora_targets.strip()
+    if targets in {"auto", "all-linear"}:
+        targets = "all-linear"  # PEFT's word for every linear layer except the head
+    else:
+        targets = [name.strip() for name in targets.split(",")]
+        if not all(targets):
+            raise UserError(
+                f"--lora_targets {options.lora_targets}: write auto, all-linear, or names separated by commas"
+            )
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options.lora_r,
+        lora_alpha=2 * options.lora_r if options.lora_alpha is None else options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules=targets,
+    )
+
+
+def save_merged(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes the base model with the adapter added to its weights, which stock transformers loads without PEFT."""
+    from stoker.hf.checkpointing import folders
+    from stoker.model import restore
+
+    merged = restore(model).merge_and_unload()
+    merged.config.name_or_path = ""
+
+    def save(beside: Path) -> None:
+        merged.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    folders.put_in_place(folder, save)

@@ -1,0 +1,104 @@
+"""Greedy answers of a model to a few prompts, before and after training, for the report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stoker.hf.checkpointing import random_state
+from stoker.tasks.sft.chat_template import render
+from stoker.tasks.sft.data import Chat, Example, Pair
+
+__all__ = ["Sample", "answer", "choose_samples", "sample_rows"]
+
+log = logging.getLogger("stoker")
+
+_TOKENS = 64
+"""Of each answer in the report; longer ones say little more, and the answers before training delay its start."""
+_PROMPT_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Sample:
+    shown: str
+    """The last turn of the user, or the text to continue."""
+    prompt: str
+    """As the model reads it."""
+    special: bool
+    """Whether the tokenizer adds its special tokens; a chat template has written them already."""
+    expected: str
+
+
+def choose_samples(examples: Sequence[Example], tokenizer: Any, most: int) -> list[Sample]:
+    """Prompts spread over the examples, the shorter ones preferred: their answers come sooner."""
+    parts = [examples[n * len(examples) // most : (n + 1) * len(examples) // most] for n in range(most)]
+    found = [_sample(min(part[:50], key=_size), tokenizer) for part in parts if part]
+    return [one for one in found if one is not None]
+
+
+def _size(example: Example) -> int:
+    return len(str(example.content))
+
+
+def _sample(example: Example, tokenizer: Any) -> Sample | None:
+    content = example.content.chosen if isinstance(example.content, Pair) else example.content
+    if isinstance(content, Chat):
+        before = content.messages[:-1]
+        asked = next((one["content"] for one in reversed(before) if one["role"] in {"user", "tool"}), "")
+        prompt = render(tokenizer, before, add_generation_prompt=True, tools=content.tools)
+        sample = Sample(asked, prompt, False, content.messages[-1]["content"])
+    elif content.prompt:
+        sample = Sample(content.prompt, content.prompt, True, content.completion)
+    else:
+        words = content.completion.split(" ")
+        half = min(len(words) // 2, 20)
+        if not half:
+            return None
+        first = " ".join(words[:half])
+        sample = Sample(first, first, True, " ".join(words[half:])[:300])
+    fits = len(tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]) <= _PROMPT_TOKENS
+    return sample if fits else None
+
+
+def answer(model: Any, tokenizer: Any, prompt: str, *, special: bool, streamer: Any = None, **options: Any) -> str:
+    """The text that the model generates after `prompt`."""
+    inputs = tokenizer(prompt, add_special_tokens=special, return_tensors="pt", return_token_type_ids=False)
+    stops = model.generation_config.eos_token_id
+    stops = {*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id} - {None}
+    stop: dict[str, Any] = {"eos_token_id": sorted(stops)} if stops else {}
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    with torch.no_grad():
+        ids = model.generate(**inputs, streamer=streamer, pad_token_id=pad, **stop, **options)
+    text: str = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def answers(model: Any, tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
+    """Greedy answers, without changing the random numbers of training."""
+    training = model.training
+    model.eval()
+    try:
+        with random_state.preserved():
+            return [
+                answer(model, tokenizer, one.prompt, special=one.special, max_new_tokens=_TOKENS, **greedy())
+                for one in samples
+            ]
+    finally:
+        model.train(training)
+
+
+def greedy() -> dict[str, Any]:
+    """Generation options for the most likely token; the others only silence warnings about settings without effect."""
+    return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
+def sample_rows(samples: Sequence[Sample], before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of the run log's `examples` entry."""
+    return [
+        {"question": one.shown[:1500], "before": old.strip(), "answer": new.strip(), "expected": [one.expected[:1500]]}
+        for one, old, new in zip(samples, before, after, strict=True)
+    ]

