@@ -78,7 +78,7 @@ build/mpi/oneccl/include/oneapi/ccl.hpp: | $(VENV)/.torch
 
 # The oldest supported transformers and accelerate (stoker/requires.py), installed in a directory that precedes the newest; torch stays.
 OLDEST := transformers==4.57.1 accelerate==1.3.0 'huggingface_hub<1.0' 'tokenizers>=0.22,<0.23' \
-          'datasets==4.4.2' requests urllib3 certifi charset-normalizer idna
+          'datasets==4.0.0' requests urllib3 certifi charset-normalizer idna
 oldest: install build/oldest/.installed ## the tests of unmodified scripts with the oldest supported transformers and accelerate
 	@PYTHONPATH=build/oldest $(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_requires.py tests/hf/test_compat.py \
 	  tests/launch/test_old_commands.py tests/model/test_long_batches.py tests/model/test_sequences_handed_down.py -k 'not hostfile'
