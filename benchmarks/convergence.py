@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import random
 import statistics
@@ -24,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import curves
 import torch
 
 SIDES = ("stock", "stock, masked", "stoker", "stoker bf16")
@@ -126,44 +126,15 @@ def load_data(folder: Path, steps: int, batch: int, questions: int) -> tuple[Any
     return training, dev, Collator.of(tokenizer)
 
 
-def smooth(losses: list[float], width: int = 15) -> list[float]:
-    return [statistics.fmean(losses[max(0, i - width) : i + 1]) for i in range(len(losses))]
-
-
-def plot(runs: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"svg.hashsalt": "stoker", "svg.fonttype": "none"})
-    figure, axis = plt.subplots(figsize=(8, 3.6))
-    for name, run in runs.items():
-        side, _, seed = name.partition(" seed ")
-        axis.plot(smooth(run["losses"]), color=COLOURS[side], alpha=0.8, lw=1, label=side if seed == "0" else None)
-    axis.set_xlabel("step")
-    axis.set_ylabel("loss (mean of 15 steps)")
-    axis.legend(frameon=False)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-
-
-def summary(runs: dict[str, Any]) -> str:
+def summary(runs: curves.Runs) -> str:
     lines = [f"{'side':16}{'F1 of each seed':>28}{'mean F1':>10}{'EM':>8}{'last 50 losses':>16}"]
     for side in SIDES:
-        mine = [run for name, run in sorted(runs.items()) if name.startswith(f"{side} seed ")]
-        if not mine:
+        if not (mine := curves.of_side(runs, side)):
             continue
         scores = "  ".join(f"{run['f1']:.2f}" for run in mine)
-        tail = statistics.fmean(statistics.fmean(run["losses"][-50:]) for run in mine)
         mean_f1, mean_em = (statistics.fmean(run[key] for run in mine) for key in ("f1", "exact_match"))
-        lines.append(f"{side:16}{scores:>28}{mean_f1:10.2f}{mean_em:8.2f}{tail:16.3f}")
+        lines.append(f"{side:16}{scores:>28}{mean_f1:10.2f}{mean_em:8.2f}{curves.tail(mine):16.3f}")
     return "\n".join(lines)
-
-
-def stored(store: Path) -> dict[str, Any]:
-    return json.loads(store.read_text()) if store.exists() else {}
 
 
 def main() -> None:
@@ -178,24 +149,16 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     store = arguments.out / "convergence.json"
-    runs = stored(store)
     data = load_data(arguments.data, arguments.steps, arguments.batch, arguments.questions)
-    for seed in range(arguments.seeds):
-        for side in arguments.side or SIDES:
-            name = f"{side} seed {seed}"
-            if name in runs:
-                continue
-            run = one_run(side, seed, data, arguments.steps, arguments.batch)
-            if not math.isfinite(run["losses"][-1]):
-                raise SystemExit(f"convergence: {name}: the loss became {run['losses'][-1]}")
-            runs = stored(store)  # another side's process may have written meanwhile
-            runs[name] = {
-                key: [round(x, 4) for x in value] if key == "losses" else round(value, 3) for key, value in run.items()
-            }
-            store.write_text(json.dumps(runs))
-            print(f"{name}: F1 {run['f1']:.2f}, {run['seconds']:.0f} s of training", flush=True)
+    runs = curves.make_runs(
+        store,
+        arguments.side or SIDES,
+        arguments.seeds,
+        lambda side, seed: one_run(side, seed, data, arguments.steps, arguments.batch),
+        ("f1", "seconds"),
+    )
     print(summary(runs))
-    plot(runs, arguments.out / "convergence.svg")
+    curves.plot(runs, COLOURS, arguments.out / "convergence.svg")
 
 
 if __name__ == "__main__":
