@@ -218,7 +218,7 @@ MISTAKES = {
     "qa @ --gradient_checkpointing_kwargs x": "--gradient_checkpointing_kwargs x: write names and values as JSON",
     "qa @ --torch_compile_mode x": "--torch_compile_mode x is unknown; choose one of default",
     "qa @ --output_dir /proc/none": "--output_dir /proc/none cannot be created",
-    "qa options.json": "options file options.json does not exist",
+    "qa options.json": "recipe options.json does not exist",
 }
 
 
@@ -348,21 +348,6 @@ def test_a_hub_data_set_without_the_package_is_reported_in_one_sentence(
     command = ["train", "qa", "--model_name_or_path", str(bert), "--dataset_name", "squad", "--do_train"]
     assert main([*command, "--output_dir", str(tmp_path / "o")]) == 2
     assert "pip install 'stoker[hub]'" in capsys.readouterr().err
-
-
-def test_an_options_file_is_read_as_its_arguments(tmp_path: Path) -> None:
-    from stoker.tasks.qa.fine_tune import QaOptions
-    from stoker.tasks.training_options import OptionParser, expand_options_file
-
-    path = tmp_path / "options.json"
-    path.write_text(json.dumps({
-        "model_name_or_path": "m", "do_train": True, "use_ipex": False, "report_to": ["none"], "learning_rate": 3e-5,
-        "output_dir": str(tmp_path / "a folder"), "lr_scheduler_kwargs": {"num_cycles": 2}, "max_train_samples": None,
-    }))  # fmt: skip
-    model, data, args = OptionParser("train qa", QaOptions).read(expand_options_file([str(path)]))
-    assert (model.model_name_or_path, data.max_train_samples) == ("m", None)
-    assert (args.do_train, args.use_ipex, args.learning_rate) == (True, False, 3e-5)
-    assert (args.output_dir, args.lr_scheduler_kwargs) == (str(tmp_path / "a folder"), {"num_cycles": 2})
 
 
 def test_resume_together_with_overwrite_deletes_nothing(

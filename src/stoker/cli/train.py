@@ -7,6 +7,7 @@ import importlib
 from stoker import streams
 from stoker.cli.parsing import did_you_mean, require_packages, require_transformers
 from stoker.errors import UserError, one_line
+from stoker.tasks import recipe
 
 __all__ = ["main"]
 
@@ -17,13 +18,18 @@ _TASKS = {
 }
 
 _OVERVIEW = """usage: stoker train TASK [options]
+       stoker train TASK RECIPE [options]
 
 Fine-tunes a model, evaluates it, and writes it with a report of the run. Tasks:
   qa         answer questions from texts (SQuAD 1.1 and 2.0)
   classify   classify texts or pairs of texts, or predict a number for them (GLUE)
   sft        fine-tune a language model on chats, instructions, texts or preference pairs
 
+A recipe is a YAML or JSON file of options; every run writes the one that repeats it, DIR/recipe.yaml.
 `stoker train TASK --help` lists the common options, --help-all every one."""
+
+_STOCK = ("--no_ipex", "--no_ipex=True")
+"""As typed, and as a recipe gives it."""
 
 _COMMON = """
 What to do:
@@ -151,7 +157,8 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in {"-h", "--help"}:
         print(_OVERVIEW)
         return 0
-    task, rest = argv[0], ["--use_ipex=False" if argument == "--no_ipex" else argument for argument in argv[1:]]
+    argv = recipe.expand(argv, _TASKS)
+    task, rest = argv[0], ["--use_ipex=False" if argument in _STOCK else argument for argument in argv[1:]]
     if task not in _TASKS:
         raise UserError(f"stoker train: unknown task {task!r}{did_you_mean(task, _TASKS)}; choose {', '.join(_TASKS)}")
     if not rest or "-h" in rest or "--help" in rest:

@@ -1,7 +1,6 @@
 """The options of `stoker train`: those of Hugging Face's example scripts, parsed by HfArgumentParser with stricter checks."""
 
 import difflib
-import json
 import logging
 import math
 from collections.abc import Collection
@@ -10,17 +9,15 @@ from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
 
-from stoker.documents import BadDocument, parse_json
 from stoker.errors import UserError, first_line, one_line
 from stoker.hf.arguments import TrainingArguments
 from stoker.option_values import StrictValues
 from stoker.requires import supported
-from stoker.user_files import read_text
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
 __all__ = [
-    "DataOptions", "ModelOptions", "OptionParser", "check_best", "check_optimizer", "expand_options_file", "given",
+    "DataOptions", "ModelOptions", "OptionParser", "check_best", "check_optimizer", "given",
 ]  # fmt: skip
 
 log = logging.getLogger("stoker")
@@ -232,25 +229,6 @@ def _require_finite(value: Any) -> None:
             _require_finite(one)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a finite number")
-
-
-def expand_options_file(argv: list[str]) -> list[str]:
-    """If the only argument is a JSON file of options, the arguments it stands for; else `argv` itself."""
-    if len(argv) != 1 or not argv[0].endswith(".json"):
-        return argv
-    try:
-        content = parse_json(read_text(argv[0], "options file"))
-    except BadDocument as error:
-        raise UserError(f"options file {argv[0]} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"options file {argv[0]} must contain a JSON object of names and values")
-    arguments: list[str] = []
-    for name, value in content.items():
-        if isinstance(value, list):
-            arguments += [f"--{name}", *map(str, value)]
-        elif value is not None:
-            arguments.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
-    return arguments
 
 
 def given(name: str, argv: list[str]) -> bool:

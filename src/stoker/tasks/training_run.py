@@ -21,11 +21,11 @@ from stoker.hf.checkpointing.restart import Start
 from stoker.hf.secrets import without_secrets
 from stoker.hf.trainer import Trainer
 from stoker.machine.rates import Rates
-from stoker.tasks import memory_estimate
+from stoker.tasks import memory_estimate, recipe
 from stoker.tasks.collate import Collator
 from stoker.tasks.display import use_display
 from stoker.tasks.loading import quiet
-from stoker.tasks.training_options import OptionParser, check_optimizer, expand_options_file, given
+from stoker.tasks.training_options import OptionParser, check_optimizer, given
 from stoker.whole_files import write_text
 
 __all__ = [
@@ -65,7 +65,6 @@ def begin(task: str, argv: list[str], data_options: Any, arguments: Any = Traini
     """Parses the command line, checks what can be checked before loading anything, and silences the libraries."""
     _log_to_stderr()
     quiet()
-    argv = expand_options_file(argv)
     if (workers := _value("preprocessing_num_workers", argv)) is not None:
         os.environ["RAYON_NUM_THREADS"] = workers  # tokenizers reads it once, when it first tokenizes
     model, data, args = OptionParser(f"train {task}", data_options, arguments=arguments).read(argv)
@@ -156,6 +155,8 @@ def train(job: Job, trainer: Trainer, **facts: Any) -> None:
     }
     folder = Path(args.output_dir)
     with lock.only_run_in(folder, restarted=Start.read(folder).again):
+        if args.should_save:
+            recipe.write(folder, job.task, job.argv)
         checkpoint = trainer.resume_point()
         if checkpoint is not None and not args.resume_from_checkpoint:
             job.print(f"resuming from {checkpoint} (--overwrite_output_dir starts over)")
