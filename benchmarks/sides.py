@@ -38,6 +38,13 @@ class Measured:
     def median(self) -> float:
         return statistics.median(self.seconds) if self.seconds else float("nan")
 
+    def faster_than(self, other: Measured) -> float:
+        """The median over steps of the ratio within a step, whose batch is the same on every side and the machine nearly so."""
+        ratios = [
+            theirs / mine for theirs, mine in zip(other.seconds, self.seconds, strict=False)
+        ]  # a side may end early
+        return statistics.median(ratios) if ratios else float("nan")
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "median_seconds": self.median,
