@@ -76,7 +76,8 @@ class Trainer(CheckpointingTrainer):
         own = switches(self.model)  # of a script that has called `optimize` itself
         kept = {} if own is None else {"unpad": own.unpad, "fuse": own.fuse, "fuse_loss": own.fuse_loss}
         self._optimized = self.model
-        done = optimize(self.model, optimizer, dtype=self._precision(), **kept)
+        keep = own.keep_activations if own is not None else _checkpoints_by_default(self.args)
+        done = optimize(self.model, optimizer, dtype=self._precision(), keep_activations=keep, **kept)
         keep_switches(self.model, own)  # another Trainer of this model may have other flags
         return None if optimizer is None else done[1]
 
@@ -248,3 +249,9 @@ class Trainer(CheckpointingTrainer):
             # After an exception, too, this is no longer training: a later evaluate() saves nothing and ends nothing.
             self._interrupts.received = None
             self.is_in_train = False
+
+
+def _checkpoints_by_default(args: Any) -> bool:
+    """Whether activation checkpointing is the default of these arguments, as in TRL, and so not necessarily a wish."""
+    field = type(args).__dataclass_fields__.get("gradient_checkpointing")
+    return field is not None and field.default is True

@@ -58,6 +58,8 @@ class Settings:
     """Compute the masked-LM loss from the labelled rows only, and logits on demand."""
     dtype: torch.dtype | None = None
     """Type of the activations inside the base model; None: that of the parameters, or of autocast where it is enabled."""
+    keep_activations: bool = False
+    """Where layers are checkpointed, keep the activations all the same if they fit (model/recomputation.py)."""
 
 
 class Optimized(nn.Module):

@@ -63,6 +63,7 @@ def optimize(
     fuse: bool = True,
     fuse_loss: bool = True,
     memory: bool = True,
+    keep_activations: bool = False,
     level: str = "O1",
     fuse_update_step: bool = True,
     **ipex: Any,
@@ -73,7 +74,8 @@ def optimize(
     torch.autocast where that is active; torch.bfloat16 uses bf16 activations with fp32 master weights; torch.float32 stays
     fp32 even inside autocast; "auto" uses whichever of the two was measured to be faster on this machine. Switches: `unpad`
     (skip padding), `fuse` (native kernels), `fuse_loss` (language-model losses without logits), `memory` (allocator settings of
-    the process), `fuse_update_step` (fused optimizer). Other keywords of ipex.optimize are accepted, and the log says what
+    the process), `fuse_update_step` (fused optimizer), `keep_activations` (where the model is checkpointed: keep activations all
+    the same if they fit in a quarter of the free memory). Other keywords of ipex.optimize are accepted, and the log says what
     becomes of each. `stoker.report(model)` lists what was done, `stoker.restore(model)` undoes it.
     """
     if isinstance(optimizer, (torch.dtype, str)) or isinstance(dtype, torch.optim.Optimizer):
@@ -89,7 +91,9 @@ def optimize(
     if not supported("optimize"):
         unpad = fuse = False
     activations, why = precision.choose(dtype)
-    settings = Settings(unpad=unpad, fuse=fuse, fuse_loss=fuse_loss, dtype=activations)
+    settings = Settings(
+        unpad=unpad, fuse=fuse, fuse_loss=fuse_loss, dtype=activations, keep_activations=keep_activations
+    )
     if unpad or fuse:
         native.library()  # raises if it is missing, before anything is changed
     restore(model)  # a second call starts from the stock model, so that its own switches apply

@@ -7,6 +7,7 @@ that cannot be split into sequences runs as in stock transformers, and a warning
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,7 @@ from stoker.model.class_swap import (
 )
 from stoker.model.families import Family, find, transformers_major
 from stoker.model.padding_warnings import warn_if_loss_uses_padding, warn_of_zeros
+from stoker.model.recomputation import keeping_activations
 from stoker.model.sequences import (
     Sequences,
     count,
@@ -81,12 +83,17 @@ class PaddingFreeModel(Optimized):
         keep_packed = wanted_packed()
         try:
             # No autocast inside: layers cast for themselves, and what is left is small.
-            with running(sequences), torch.autocast("cpu", enabled=self._autocasts(sequences)):
+            with running(sequences), torch.autocast("cpu", enabled=self._autocasts(sequences)), self._kept(sequences):
                 output = super().forward(**self._packed(call, sequences))
                 return self._unpacked(output, sequences, return_dict, keep_packed)
         except CannotPack as error:  # found by a trial, unless a later call has another kind of mask
             _TRIED[self] = str(error)
             return self.forward(*args, **kwargs)
+
+    def _kept(self, sequences: Sequences) -> contextlib.AbstractContextManager[None]:
+        if not self.stoker_settings.keep_activations:
+            return contextlib.nullcontext()
+        return keeping_activations(self, sequences.tokens, sequences.dtype.itemsize)
 
     def _autocasts(self, sequences: Sequences) -> bool:
         """The layers of a model outside of the table are stock, so mixed precision is autocast's affair there."""

@@ -17,12 +17,10 @@ from torch import nn
 
 from stoker.errors import UserError
 from stoker.machine import this_machine
+from stoker.model.recomputation import kept_values
 
 __all__ = ["Estimate", "available", "check_memory", "estimate"]
 
-_KEPT_WIDTHS, _KEPT_INTERMEDIATE = 10, 3
-"""Values kept per token and layer, in hidden and in intermediate widths: inputs and outputs of the products, q, k, v,
-residuals, the temporary gradients of one layer; before, after and inside the activation."""
 _STOCK_SCORES = 4
 """Copies of the attention matrix that stock transformers keeps per head: scores, softmax, dropout mask and result."""
 _BASE = 550 << 20  # Python, torch and transformers loaded, with their pools
@@ -45,11 +43,9 @@ def estimate(model: nn.Module, *, optimized: bool, bf16: bool = False) -> Estima
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     config: Any = model.config
-    width = getattr(config, "hidden_size", None) or getattr(config, "dim", None) or 768
     layers = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", None) or 12
     heads = getattr(config, "num_attention_heads", None) or getattr(config, "n_heads", None) or 12
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "hidden_dim", None) or 4 * width
-    kept = layers * (_KEPT_WIDTHS * width + _KEPT_INTERMEDIATE * inner)
+    kept = kept_values(config)
     # Weights, gradients, two moments; a checkpoint or an evaluation adds no copy of them.
     fixed = _BASE + 4.0 * parameters + 12.0 * trained
     size = 2 if bf16 and optimized else 4
