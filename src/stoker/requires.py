@@ -52,6 +52,7 @@ VERSIONS = {
     "transformers": Versions("4.57.1", "5.22.2", below="6"),
     "accelerate": Versions("1.3.0", "1.15.0", below="2"),
     "trl": Versions("1.16.0", "1.16.0", below="2"),
+    "sentence-transformers": Versions("6.2.0", "6.2.0", below="7"),
 }
 
 
@@ -197,6 +198,10 @@ PARTS: dict[str, Part] = {
             "trl:DPOTrainer._send_telemetry()",
         ),
     ),
+    "sentence-transformers trainers": Part(
+        "`stoker train embed` cannot train",
+        ("sentence_transformers:SentenceTransformerTrainer.add_model_card_callback(default_args_dict)",),
+    ),
     "TrainingArguments": Part(
         "retired arguments are not accepted",
         (
@@ -314,7 +319,7 @@ def _sentence(part: str) -> str:
     from importlib import metadata
 
     lacking = missing(part)[0]
-    library = lacking.partition(":")[0].partition(".")[0]
+    library = lacking.partition(":")[0].partition(".")[0].replace("_", "-")
     names = " or ".join(one.partition(":")[2] for one in lacking.split(" | "))
     if library not in VERSIONS:
         return f"{PARTS[part].otherwise}, because Python {platform.python_version()} has no {names} in {library}"

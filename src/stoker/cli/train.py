@@ -15,7 +15,14 @@ _TASKS = {
     "qa": "answer questions from texts (SQuAD)",
     "classify": "classify texts or pairs of texts, or predict a number (GLUE)",
     "sft": "fine-tune a language model on chats, instructions, texts or preference pairs",
+    "embed": "train an embedding model on pairs, triplets, pairs with scores, or labelled texts",
 }
+
+_PACKAGES = {
+    "sft": (["transformers", "datasets", "peft", "trl"], "TRL, PEFT and datasets"),
+    "embed": (["transformers", "datasets", "sentence_transformers"], "sentence-transformers and datasets"),
+}
+"""What tasks need beside transformers, imported name by name, and how a message calls it. The extra has the name of the task."""
 
 _OVERVIEW = """usage: stoker train TASK [options]
        stoker train TASK RECIPE [options]
@@ -24,6 +31,7 @@ Fine-tunes a model, evaluates it, and writes it with a report of the run. Tasks:
   qa         answer questions from texts (SQuAD 1.1 and 2.0)
   classify   classify texts or pairs of texts, or predict a number for them (GLUE)
   sft        fine-tune a language model on chats, instructions, texts or preference pairs
+  embed      train an embedding model on pairs, triplets, pairs with scores, or labelled texts
 
 A recipe is a YAML or JSON file of options; every run writes the one that repeats it, DIR/recipe.yaml.
 `stoker train TASK --help` lists the common options, --help-all every one."""
@@ -150,6 +158,45 @@ example:
   stoker chat --model out/chat
 
 --help-all lists every option.""",
+    "embed": """usage: stoker train embed --model_name_or_path MODEL --train_file FILE --output_dir DIR [options]
+
+Trains an embedding model. Built on sentence-transformers (pip install 'stoker[embed]').
+
+Data (JSON, JSON lines, CSV, TSV, Parquet; .gz too). Its columns tell the kind, and the loss follows:
+  pairs (anchor, positive; query, passage; question, answer; ...)    MultipleNegativesRankingLoss
+  triplets (the same and negative, or negative_1, negative_2, ...)   MultipleNegativesRankingLoss
+  pairs with scores (sentence1, sentence2, score)                    CoSENTLoss
+  labelled texts (text, label)                                       BatchAllTripletLoss
+  --train_file, --validation_file FILE; --dataset_name NAME on the hub
+  --text_column_names A,B,...     the columns of texts in this order; --label_column_name C: of score or class
+  --column_names A,B,...          names of the columns, if the first line of a CSV or TSV file is a row
+  --corpus_file FILE              further texts to search in, for evaluation and for negatives
+  --mine_negatives N              add N hard negatives to each pair; --mining_margin 0.05, --mining_skip 0
+  --max_train_samples, --max_eval_samples N; --strict stops at the first row that cannot be used
+
+Model:
+  --model_name_or_path NAME       a folder, or the name of a model on the hub: a SentenceTransformer, or any encoder
+  --max_seq_length N              maximum tokens of a text (default: the model's own)
+  --query_prompt, --document_prompt TEXT   put before the texts of pairs and triplets
+  --bf16                          bf16 activations with fp32 weights, on any CPU
+
+Training:
+  --loss NAME                     another loss, such as CachedMultipleNegativesRankingLoss, CosineSimilarityLoss, TripletLoss
+  --loss_kwargs JSON              its arguments; --mini_batch_size 32 of Cached losses
+  --matryoshka_dims 256,128,64    embeddings that can be cut to these dimensions
+  --gather_across_devices         negatives from all processes
+  --num_train_epochs 3, --max_steps N, --learning_rate 2e-5, --warmup_steps 0.1, --seed 42
+  --per_device_train_batch_size   64 where the other rows of a batch are negatives, else 16
+  --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
+  --samples 3                     examples in the report, before and after training
+  --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
+  --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train embed ...
+
+example:
+  stoker train embed --model_name_or_path sentence-transformers/all-MiniLM-L6-v2 --train_file pairs.jsonl \\
+    --validation_file dev.jsonl --output_dir out/embed
+
+--help-all lists every option.""",
 }
 
 
@@ -164,9 +211,9 @@ def main(argv: list[str]) -> int:
     if not rest or "-h" in rest or "--help" in rest:
         print(_HELP[task])
         return 0
-    if task == "sft":
-        needs = "TRL, PEFT and datasets"
-        require_packages("stoker train sft", ["transformers", "datasets", "peft", "trl"], needs, extra="sft")
+    if task in _PACKAGES:
+        packages, needs = _PACKAGES[task]
+        require_packages(f"stoker train {task}", packages, needs, extra=task)
     require_transformers("stoker train", extra="hf")
     if "--help-all" in rest:
         return _all_help(task, rest)
@@ -183,6 +230,6 @@ def _all_help(task: str, argv: list[str]) -> int:
 
     module = importlib.import_module(f"stoker.tasks.{task}.fine_tune")
     options = getattr(module, f"{task.capitalize()}Options")
-    arguments = {"arguments": module.arguments_of(argv)} if task == "sft" else {}
+    arguments = {"arguments": module.arguments_of(argv)} if hasattr(module, "arguments_of") else {}
     OptionParser(f"train {task}", options, **arguments).print_help()
     return 0

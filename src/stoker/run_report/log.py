@@ -218,6 +218,7 @@ _SCHEMA: dict[str, Check] = {
     "start": _fields(
         resumed_at=_or_none(_count), task=_or_none(_text), title=_or_none(_text), model=_or_none(_text),
         command=_or_none(_text), versions=_or_none(_dict_of(_scalar)), machine=_or_none(_MACHINE),
+        data=_or_none(_text), loss=_or_none(_text),
         arguments=_or_none(_dict_of(_anything)), agents=_or_none(_list_of(_integer)), processes=_or_none(_list_of(_integer)),
     ),
     "model": _fields(
@@ -236,7 +237,7 @@ _SCHEMA: dict[str, Check] = {
     ),
     # Metrics are defined by the script and may be lists or texts; `number` picks those that can be shown.
     "evaluation": _fields(step=_count),
-    "examples": _fields(rows=_or_none(_list_of(_EXAMPLE))),
+    "examples": _fields(title=_or_none(_text), rows=_or_none(_list_of(_EXAMPLE))),
     "waits": _fields(step=_count, rows=_or_none(_list_of(_wait))),
     "speed": _fields(
         sides=_dict_of(_both(bool, _list_of(_positive))), ratio=_or_none(_figure), note=_or_none(_text),

@@ -37,6 +37,7 @@ _TASKS = {
     "qa": "question answering",
     "classify": "classification",
     "sft": "fine-tuning of a language model",
+    "embed": "text embeddings",
     "demo": "question answering in an invented world",
 }
 
@@ -74,6 +75,7 @@ def render(run: Run) -> str:
         plots=_plots(run),
         waits=_waits(run),
         examples=[_example(row) for row in run.others.get("examples", {}).get("rows") or ()],
+        examples_title=run.others.get("examples", {}).get("title") or "What it answers",
         applied=_applied(run),
         facts=_facts(run),
         command=run.start.get("command") or "",
@@ -120,7 +122,8 @@ def _joined(parts: list[str | None]) -> str:
 
 _SCORES = {
     "f1": "F1", "exact_match": "exact match", "exact": "exact match", "accuracy": "accuracy", "pearson": "Pearson",
-    "matthews_correlation": "Matthews",
+    "matthews_correlation": "Matthews", "spearman_cosine": "Spearman", "cosine_ndcg@10": "NDCG@10",
+    "cosine_recall@10": "recall@10", "cosine_mrr@10": "MRR@10", "cosine_accuracy": "accuracy", "cosine_ap": "average precision",
 }  # fmt: skip
 
 
@@ -201,12 +204,15 @@ def _example(row: dict[str, Any]) -> dict[str, Any]:
     probability = number(row, "probability")
     context, before = row.get("context"), row.get("before")
     if isinstance(before, str):
-        question, texts = row.get("question") or "", []
+        question, texts = row.get("question"), [("", "", text) for text in row.get("texts") or ()]
     elif context is not None:
         question, texts = row.get("question") or "", [_around_answer(context, row.get("begin"), row.get("end"))]
     else:
         question, texts = None, [("", "", text) for text in row.get("texts") or ()]
+    # Of texts that a model generates, nobody says whether they are right.
+    judged = before is None or "right" in row
     return {
+        "judgement": ("right" if row.get("right") else "wrong") if judged else "",
         "right": bool(row.get("right")),
         "before": before if isinstance(before, str) else None,
         "question": question,
@@ -244,6 +250,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     peak = run.peak / 1e9 if run.peak else machine.get("gflops")
     rows = [
         ("Model", f"{model.get('type')}, {model.get('parameters') or 0:,} parameters" if model else None),
+        ("Data", run.start.get("data")),
+        ("Loss", run.start.get("loss")),
         ("CPU", machine.get("cpu")),
         ("Cores and threads", f"{machine.get('cores')} cores, {machine.get('threads')} threads" if machine else None),
         ("Memory", f"{memory / 1e9:.0f} GB" if memory else None),

@@ -138,7 +138,9 @@ def loss_plot(run: Run) -> Markup | None:
 _SCORES = (
     ("eval_f1", "F1", _ONE), ("eval_exact_match", "EM", _TWO), ("eval_exact", "EM", _TWO),
     ("eval_accuracy", "accuracy", _THREE), ("eval_matthews_correlation", "Matthews", _FOUR), ("eval_pearson", "Pearson", _FOUR),
-    ("eval_spearmanr", "Spearman", _FIVE),
+    ("eval_spearmanr", "Spearman", _FIVE), ("eval_spearman_cosine", "Spearman", _ONE), ("eval_cosine_ndcg@10", "NDCG@10", _ONE),
+    ("eval_cosine_recall@10", "recall@10", _TWO), ("eval_cosine_mrr@10", "MRR@10", _FOUR),
+    ("eval_cosine_accuracy", "accuracy", _THREE),
 )  # fmt: skip
 
 

@@ -15,7 +15,15 @@ from stoker.run_report.log import Run
 
 __all__ = ["model_card"]
 
-_PIPELINES = {"qa": "question-answering", "classify": "text-classification", "sft": "text-generation"}
+_PIPELINES = {
+    "qa": "question-answering",
+    "classify": "text-classification",
+    "sft": "text-generation",
+    "embed": "sentence-similarity",
+}
+_LIBRARIES = {"embed": "sentence-transformers"}
+"""Libraries that load the models of a task; transformers does, unless it is listed."""
+_TAGS = {"embed": ["sentence-transformers", "feature-extraction"]}
 _USES = {
     "qa": """import torch
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
@@ -35,6 +43,12 @@ model = AutoModelForSequenceClassification.from_pretrained("{path}").eval()
 inputs = tokenizer("One sentence.", return_tensors="pt")  # give two texts for a model of pairs
 with torch.no_grad():
     print(model.config.id2label[int(model(**inputs).logits.argmax())])""",
+    "embed": """from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("{path}")
+queries = model.encode_query(["Who wrote the letter?"])
+documents = model.encode_document(["Ada wrote it in 1843.", "The mill burned down."])
+print(model.similarity(queries, documents))""",
 }
 _LANGUAGE_MODEL = """import torch
 from transformers import AutoTokenizer
@@ -60,12 +74,12 @@ def model_card(job: Any, trainer: Any, metrics: dict[str, Any], run: Run) -> str
     data = job.data.dataset_name or getattr(job.data, "task_name", None) or job.data.train_file
     figures = {k.removeprefix("eval_"): v for k, v in metrics.items() if k.startswith("eval_") and _is_score(k, v)}
     front = {
-        "library_name": "peft" if _is_adapter(trainer) else "transformers",
+        "library_name": "peft" if _is_adapter(trainer) else _LIBRARIES.get(job.task, "transformers"),
         "pipeline_tag": _PIPELINES[job.task],
         # The hub accepts only names of hub models here, and rejects a card with a local folder.
         **({} if os.path.exists(base) else {"base_model": str(base)}),
         **({"datasets": [job.data.dataset_name]} if job.task == "sft" and job.data.dataset_name else {}),
-        "tags": ["stoker", "generated_from_trainer"],
+        "tags": [*_TAGS.get(job.task, ()), "stoker", "generated_from_trainer"],
     }
     header = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
     table = "\n".join(f"| {name} | {float(value):.4g} |" for name, value in figures.items())
@@ -83,7 +97,7 @@ def model_card(job: Any, trainer: Any, metrics: dict[str, Any], run: Run) -> str
 
 # {_model_name(trainer)} fine-tuned from {base}
 
-Fine-tuned for {_PIPELINES[job.task]} on {data} by Stoker, on a CPU. {_needs(trainer)}
+Fine-tuned for {_PIPELINES[job.task]} on {data} by Stoker, on a CPU. {_needs(job, trainer)}
 
 {results}
 ## Use
@@ -119,7 +133,7 @@ def _use(job: Any, trainer: Any) -> str:
     if job.task == "sft":
         return _use_of_language_model(trainer, str(path))
     lines = _USES[job.task].replace("{path}", str(path)).splitlines()
-    if trainer.model.config.problem_type == "regression":
+    if job.task == "classify" and trainer.model.config.problem_type == "regression":
         lines[-1] = _NUMBER
     return "\n".join(lines)
 
@@ -139,10 +153,10 @@ def _is_gguf(trainer: Any) -> bool:
     return str(trainer.model.config.name_or_path).endswith(".gguf")
 
 
-def _needs(trainer: Any) -> str:
+def _needs(job: Any, trainer: Any) -> str:
     """What it takes to use the result."""
     if not _is_adapter(trainer):
-        return "It is an ordinary\ntransformers model: Stoker is not needed to use it."
+        return f"It is an ordinary\n{_LIBRARIES.get(job.task, 'transformers')} model: Stoker is not needed to use it."
     if _is_gguf(trainer):
         return (
             "It is a LoRA adapter\nof a GGUF file, which `stoker chat` loads; PEFT does not. `stoker train sft --merge` writes a "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from stoker.tasks.faults import Faults
 from stoker.tasks.memory_estimate import available
 from stoker.user_files import read_bytes
 
-__all__ = ["KINDS", "Row", "is_unicode", "kind_of", "read_json", "read_rows"]
+__all__ = ["KINDS", "Row", "is_unicode", "kind_of", "read_json", "read_rows", "text_fault"]
 
 KINDS = ("json", "jsonl", "csv", "tsv", "parquet")
 _SUFFIXES = {
@@ -47,6 +47,19 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def text_fault(name: str, value: Any) -> str | None:
+    """Why the value of the column `name` is not a text to train on; None if it is one."""
+    if value is None:
+        return f"its {name} is missing"
+    if not isinstance(value, str):
+        return f"its {name} is {with_article(type(value).__name__)}, not text"
+    if not value.strip():
+        return f"its {name} is empty"
+    if not is_unicode(value):
+        return f"its {name} contains a lone surrogate (half a character, as from a wrong encoding)"
+    return None
+
+
 def kind_of(path: Path) -> str:
     """The format of a file by its suffix; raises UserError for an unknown one."""
     name = path.name.lower().removesuffix(".gz")
@@ -56,10 +69,11 @@ def kind_of(path: Path) -> str:
     return kind
 
 
-def read_rows(path: Path, faults: Faults, *, texts: bool = False) -> Iterator[Row]:
+def read_rows(path: Path, faults: Faults, *, texts: bool = False, header: Sequence[str] | None = None) -> Iterator[Row]:
     """The rows of a table. JSON may be a list of rows, {"data": [rows]} or one row per line.
 
-    With `texts`, a .txt file has a row for each paragraph, with the column `text`.
+    With `texts`, a .txt file has a row for each paragraph, with the column `text`. `header` names the columns of a CSV or TSV
+    file whose first line is a row.
     """
     if texts and path.name.lower().removesuffix(".gz").endswith(".txt"):
         yield from _paragraphs(path)
@@ -68,7 +82,7 @@ def read_rows(path: Path, faults: Faults, *, texts: bool = False) -> Iterator[Ro
     if kind == "parquet":
         yield from _parquet_rows(path)
     elif kind in {"csv", "tsv"}:
-        yield from _delimited_rows(path, "\t" if kind == "tsv" else ",", faults)
+        yield from _delimited_rows(path, "\t" if kind == "tsv" else ",", faults, header)
     elif kind == "jsonl":
         yield from _line_rows(path, faults)
     else:
@@ -161,14 +175,15 @@ def _paragraphs(path: Path) -> Iterator[Row]:
         begin = number + 1
 
 
-def _delimited_rows(path: Path, delimiter: str, faults: Faults) -> Iterator[Row]:
+def _delimited_rows(path: Path, delimiter: str, faults: Faults, header: Sequence[str] | None = None) -> Iterator[Row]:
     # Bytes that are not UTF-8 become lone surrogates, so that only the rows that contain them are lost.
     text = _read_bytes(path).decode("utf-8-sig", errors="surrogateescape")
     # GLUE's TSV files contain unpaired quotation marks as plain text.
     csv.field_size_limit(1 << 30)
     lines = io.StringIO(text, newline="")
     reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL)
-    header = next(reader, None)
+    named = "--column_names" if header else "the first line"
+    header = header or next(reader, None)
     if not header:
         raise UserError(f"{path} is empty; its first line must name the columns")
     if not all(map(is_unicode, header)):
@@ -185,7 +200,7 @@ def _delimited_rows(path: Path, delimiter: str, faults: Faults) -> Iterator[Row]
         if not fields:
             continue
         if len(fields) != len(header):
-            faults.add(where, f"has {len(fields)} columns where the first line names {len(header)}")
+            faults.add(where, f"has {len(fields)} columns where {named} names {len(header)}")
         elif not all(map(is_unicode, fields)):
             faults.add(where, "is not UTF-8")
         else:

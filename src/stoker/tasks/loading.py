@@ -26,8 +26,8 @@ from stoker.tasks.model_folder import (
 from stoker.tasks.tokens import fast_backend
 
 __all__ = [
-    "check_vocabulary", "config_of", "load_config", "load_model", "load_pretrained", "load_tokenizer", "model_of", "most_tokens",
-    "quiet", "reason", "row_length", "tokenizer_of",
+    "check_finite", "check_vocabulary", "config_of", "load_config", "load_model", "load_pretrained", "load_tokenizer", "loaded",
+    "model_of", "most_tokens", "quiet", "reason", "row_length", "tokenizer_of",
 ]  # fmt: skip
 
 log = logging.getLogger("stoker")
@@ -43,9 +43,10 @@ def quiet() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    for name in ("accelerate", "huggingface_hub", "httpx", "filelock", "matplotlib", "trl", "peft", "datasets"):
+    for name in ("accelerate", "huggingface_hub", "httpx", "filelock", "matplotlib", "trl", "peft", "datasets",
+                 "sentence_transformers", "setfit"):  # fmt: skip
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch|peft|trl)\b")
+    warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch|peft|trl|sentence_transformers|setfit)\b")
 
 
 _FILES = {"config": CONFIG_FILES, "tokenizer": TOKENIZER_FILES, "weights": WEIGHT_FILES}
@@ -262,7 +263,7 @@ def model_of(
     advice = "" if flag == "--model" else "; --ignore_mismatched_sizes replaces it with a new one"
     _check_weights(model, facts, name, None if replace_mismatched else advice)
     model.float()  # weights are trained in fp32; --bf16 applies to activations
-    _check_finite(model, name)
+    check_finite(model, name)
     return model, sorted(facts.get("missing_keys", ()))
 
 
@@ -333,7 +334,8 @@ def _mismatch(mismatched: Mapping[str, Any], base: set[str], name: str, advice: 
     return f"the head of {name} does not have the size that this task needs: {key} {shapes}{advice}"
 
 
-def _check_finite(model: Any, name: str) -> None:
+def check_finite(model: Any, name: str) -> None:
+    """Raises UserError if weights are NaN or infinite."""
     bad = {one for one, weight in model.named_parameters() if not bool(weight.detach().isfinite().all())}
     if bad:
         raise UserError(f"the weights in {name} contain NaN or infinite values, in {_tensors(bad)}")

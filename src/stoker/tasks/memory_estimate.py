@@ -75,13 +75,24 @@ def heaviest(lengths: NDArray[np.int64], size: int, *, tokens: bool, padded: boo
 
 
 def check_memory(
-    model: nn.Module, lengths: NDArray[np.int64], args: Any, *, optimized: bool, free: int | None = None
+    model: nn.Module,
+    lengths: NDArray[np.int64],
+    args: Any,
+    *,
+    optimized: bool,
+    free: int | None = None,
+    rows_at_once: int | None = None,
+    less_memory: str | None = None,
 ) -> float:
-    """The bytes that the largest batch needs. If they are not free, raises UserError with a batch size that fits."""
+    """The bytes that the largest batch needs. If they are not free, raises UserError with a batch size that fits.
+
+    `rows_at_once`: how many rows of a batch are computed at once, if not all. `less_memory`: advice where smaller batches,
+    accumulated, do not give the same updates.
+    """
     free = available() if free is None else free
     need = estimate(model, optimized=optimized, bf16=args.bf16)
     tokens = bool(args.tokens_per_batch)
-    size = args.tokens_per_batch if tokens else args.per_device_train_batch_size
+    size = args.tokens_per_batch if tokens else min(args.per_device_train_batch_size, rows_at_once or 1 << 30)
     ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size), 1)  # ranks that share this memory
 
     def bytes_of(batch: int) -> float:
@@ -101,6 +112,12 @@ def check_memory(
         )
     if tokens:
         raise UserError(f"{finding}; --tokens_per_batch {fitting} fits (--skip_memory_check tries it anyway)")
+    if rows_at_once is not None:
+        raise UserError(f"{finding}; --mini_batch_size {fitting} fits (--skip_memory_check tries it anyway)")
+    if less_memory is not None:
+        raise UserError(
+            f"{finding}; --per_device_train_batch_size {fitting} fits; {less_memory} (--skip_memory_check tries it anyway)"
+        )
     accumulation = args.gradient_accumulation_steps * (size // fitting)
     raise UserError(
         f"{finding}; --per_device_train_batch_size {fitting} --gradient_accumulation_steps {accumulation} "

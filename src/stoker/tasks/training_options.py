@@ -116,11 +116,12 @@ class OptionParser(StrictValues, HfArgumentParser):  # type: ignore[misc]
 _AT_LEAST_1 = (
     "n_best_size", "max_answer_length", "max_train_samples", "max_eval_samples", "max_predict_samples",
     "preprocessing_num_workers", "tokens_per_batch", "per_device_train_batch_size", "per_device_eval_batch_size",
-    "gradient_accumulation_steps", "eval_accumulation_steps", "lora_r", "lora_alpha",
+    "gradient_accumulation_steps", "eval_accumulation_steps", "lora_r", "lora_alpha", "mine_negatives", "mini_batch_size",
 )  # fmt: skip
 _AT_LEAST_0 = (
     "doc_stride", "dataloader_num_workers", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
     "num_train_epochs", "neftune_noise_alpha", "label_smoothing_factor", "seed", "lora_dropout", "samples", "beta",
+    "mining_margin", "mining_skip",
 )  # fmt: skip
 _BELOW = {
     "adam_beta1": 1,
@@ -139,6 +140,8 @@ _BELOW = {
     "lora_r": 1 << 16,
     "lora_dropout": 1,
     "samples": 101,
+    "mine_negatives": 101,
+    "mining_margin": 1,
 }
 """Outside these ranges, options fail late with a library's own error, or silently do something else."""
 
@@ -164,7 +167,7 @@ def _check_range(options: Any) -> None:
 _MAPPINGS = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
 _PATHS = (
     "output_dir", "model_name_or_path", "config_name", "tokenizer_name", "cache_dir", "train_file", "validation_file",
-    "test_file", "logging_dir", "resume_from_checkpoint",
+    "test_file", "corpus_file", "logging_dir", "resume_from_checkpoint",
 )  # fmt: skip
 
 

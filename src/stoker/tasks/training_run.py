@@ -138,13 +138,17 @@ def cut(rows: Sequence[Any], most: int | None) -> Sequence[Any]:
     return rows if most is None else rows[:most]
 
 
-def train(job: Job, trainer: Trainer, **facts: Any) -> None:
-    """Trains, then saves model, metrics and state. `facts` are added to the run's log."""
+def train(
+    job: Job, trainer: Trainer, *, rows_at_once: int | None = None, less_memory: str | None = None, **facts: Any
+) -> None:
+    """Trains, then saves model, metrics and state. `facts` are added to the run's log; the others are for `check_memory`."""
     args = job.args
     lengths = lengths_of(trainer.train_dataset, args.length_column_name)
     optimized = getattr(args, "use_ipex", None) is not False
     if not job.data.skip_memory_check:
-        need = memory_estimate.check_memory(trainer.model, lengths, args, optimized=optimized)
+        need = memory_estimate.check_memory(
+            trainer.model, lengths, args, optimized=optimized, rows_at_once=rows_at_once, less_memory=less_memory
+        )
         job.print(f"{len(lengths):,} training rows, {int(lengths.sum()):,} tokens; about {need / 1e9:.1f} GB of memory")
     trainer.resume_arguments = ["train", job.task, *job.argv]
     trainer.recorder.task = {

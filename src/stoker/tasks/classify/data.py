@@ -11,7 +11,7 @@ from typing import Any
 from stoker.english import with_article
 from stoker.errors import UserError
 from stoker.tasks.faults import Faults
-from stoker.tasks.files import Row, is_unicode, read_rows
+from stoker.tasks.files import Row, read_rows, text_fault
 
 __all__ = ["GLUE", "Columns", "Example", "Labels", "Task", "choose_columns", "collect", "read_examples"]
 
@@ -168,7 +168,7 @@ def collect(
             if labelled and columns.label is None:
                 raise UserError(f"{row.where}: no column looks like a label; name it with --label_column_name")
         values = [row.values.get(name) for name in columns.texts]
-        if reason := _bad_text(columns.texts, values):
+        if reason := next(filter(None, map(text_fault, columns.texts, values)), None):
             faults.add(row.where, reason)
             continue
         found: Any = row.values.get(columns.label) if columns.label else None
@@ -180,21 +180,6 @@ def collect(
         identity = row.values.get("idx", row.values.get("id", number))
         examples.append(Example(str(identity), tuple(map(str, values)), found if labelled else None))
     return examples
-
-
-def _bad_text(names: Sequence[str], values: Sequence[Any]) -> str | None:
-    for name, value in zip(names, values, strict=True):
-        if not isinstance(value, str):
-            return (
-                f"its {name} is missing"
-                if value is None
-                else f"its {name} is {with_article(type(value).__name__)}, not text"
-            )
-        if not value.strip():
-            return f"its {name} is empty"
-        if not is_unicode(value):
-            return f"its {name} contains a lone surrogate (half a character, as from a wrong encoding)"
-    return None
 
 
 def _label(value: Any, regression: bool) -> tuple[str | float | None, str | None]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["METRICS", "is_combined", "measure"]
+__all__ = ["METRICS", "is_combined", "measure", "ranks"]
 
 Values = NDArray[Any]
 
@@ -45,10 +45,10 @@ def pearson(predicted: Values, true: Values) -> float:
 
 
 def spearmanr(predicted: Values, true: Values) -> float:
-    return pearson(_ranks(predicted), _ranks(true))
+    return pearson(ranks(predicted), ranks(true))
 
 
-def _ranks(values: Values) -> Values:
+def ranks(values: Values) -> Values:
     """Ranks from 1; equal values share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)

@@ -12,17 +12,13 @@ import trl
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.trainer import Trainer
 from stoker.requires import require
+from stoker.tasks.combine import bases
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
 __all__ = ["DPOArguments", "DPOTrainer", "SFTArguments", "SFTTrainer"]
 
 require("TRL trainers")
-
-
-def _bases(ours: type, theirs: type) -> tuple[type, ...]:
-    """Both, or TRL's alone: under `stoker launch`, Stoker's class is already a base of every class of TRL."""
-    return (theirs,) if issubclass(theirs, ours) else (ours, theirs)
 
 
 @dataclass
@@ -40,7 +36,7 @@ class _Defaults:
 
 
 @dataclass
-class SFTArguments(_Defaults, *_bases(TrainingArguments, trl.SFTConfig)):  # type: ignore[misc]
+class SFTArguments(_Defaults, *bases(TrainingArguments, trl.SFTConfig)):  # type: ignore[misc]
     """TRL's SFTConfig with Stoker's arguments."""
 
     # Set by --loss_on.
@@ -49,7 +45,7 @@ class SFTArguments(_Defaults, *_bases(TrainingArguments, trl.SFTConfig)):  # typ
 
 
 @dataclass
-class DPOArguments(_Defaults, *_bases(TrainingArguments, trl.DPOConfig)):  # type: ignore[misc]
+class DPOArguments(_Defaults, *bases(TrainingArguments, trl.DPOConfig)):  # type: ignore[misc]
     """TRL's DPOConfig with Stoker's arguments."""
 
 
@@ -77,7 +73,7 @@ class _ModelLoss(trl.SFTTrainer):  # type: ignore[misc]
         return super().compute_loss(self._scored or model, inputs, return_outputs, num_items_in_batch)
 
 
-class SFTTrainer(_WithoutTelemetry, *_bases(Trainer, _ModelLoss)):  # type: ignore[misc]
+class SFTTrainer(_WithoutTelemetry, *bases(Trainer, _ModelLoss)):  # type: ignore[misc]
     """Stoker's Trainer for supervised fine-tuning; takes what TRL's SFTTrainer takes."""
 
 
@@ -88,5 +84,5 @@ class _ArgumentsSecond(trl.DPOTrainer):  # type: ignore[misc]
         super().__init__(model=model, args=args, **named)
 
 
-class DPOTrainer(_WithoutTelemetry, *_bases(Trainer, _ArgumentsSecond)):  # type: ignore[misc]
+class DPOTrainer(_WithoutTelemetry, *bases(Trainer, _ArgumentsSecond)):  # type: ignore[misc]
     """Stoker's Trainer for preference pairs; takes what TRL's DPOTrainer takes, by keyword."""
