@@ -182,8 +182,8 @@ def products_alone(name: str, dtype: str = "float32") -> Step:
 
     def products(weight: Any, rows: int, trains: bool) -> None:
         x, dy = (torch.empty(rows, n, dtype=kind) for n in (weight.shape[1], weight.shape[0]))
-        layers._linear(x, [weight], [], "")
-        layers.input_gradient([dy], [weight], "")
+        layers._linear(x, [weight], [], [], "")
+        layers.input_gradient([dy], [weight], [], "")
         if trains:
             layers.weight_gradient(dy, x, torch.float32, "")
 

@@ -159,8 +159,8 @@ def products_alone(name: str) -> Step:
         for _ in range(case.layers):
             for weight in weights:
                 x, dy = (torch.empty(sum(lengths), n) for n in (weight.shape[1], weight.shape[0]))
-                layers._linear(x, [weight], [], "")
-                layers.input_gradient([dy], [weight], "")
+                layers._linear(x, [weight], [], [], "")
+                layers.input_gradient([dy], [weight], [], "")
                 layers.weight_gradient(dy, x, torch.float32, "")
             for length in lengths:  # scores and context, and the two products of each one's gradient
                 tall, wide = torch.empty(HEADS, length, size), torch.empty(HEADS, length, length)

@@ -199,7 +199,7 @@ def test_the_dispatcher_accepts_the_operator():
         torch.randn(4, 8, requires_grad=True),
         torch.randn(4, requires_grad=True),
     )
-    torch.library.opcheck(torch.ops.stoker.linear.default, (x, [weight, weight], [bias, bias], "stoker"))
+    torch.library.opcheck(torch.ops.stoker.linear.default, (x, [weight, weight], [], [bias, bias], "stoker"))
 
 
 class TestChoice:

@@ -281,5 +281,5 @@ def test_the_dispatcher_accepts_the_operator(p):
     case = Case(5, 8, [4, 6], [[2], [3]], trained="wbABx")
     a, b = ([getattr(several[0], name) for several in case.adapters] for name in "ab")
     keys = [torch.tensor([7]) for one in p if one]
-    arguments = (case.x, case.weights, case.biases, a, b, [0, 1], [0.5, 2.0], p, keys, "stoker")
+    arguments = (case.x, case.weights, [], case.biases, a, b, [0, 1], [0.5, 2.0], p, keys, "stoker")
     torch.library.opcheck(torch.ops.stoker.lora_linear.default, arguments)

@@ -6,7 +6,8 @@
 
 The A of all adapters without dropout multiply x as one matrix, and h B^T is one more term of the product with W, so that y is
 written once. Saved for backward: h (tokens, sum of ranks), x if a weight or an A is trained, and the weights if x needs a
-gradient. Dropout masks are computed again from their keys. The types are as in kernels/linear.py; h has that of x.
+gradient. Dropout masks are computed again from their keys. Types, and weights in few bits, are as in kernels/linear.py; h has the
+type of x.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from stoker.kernels import linear
 from stoker.kernels.dropout import apply_dropout, check_probability
 from stoker.kernels.registry import check_device, check_tensor, define, draw_key
+from stoker.kernels.widening import Weight, codes_and_scales
 
 __all__ = ["Adapter", "lora_linear_packed"]
 
@@ -42,7 +44,7 @@ class Adapter:
 
 def lora_linear_packed(
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Weight],
     biases: Sequence[Tensor] | None,
     adapters: Sequence[Sequence[Adapter]],
     *,
@@ -67,8 +69,9 @@ def lora_linear_packed(
     still = [pair for pair in owned if pair[1].p * 65536.0 < 0.5]
     dropped = [pair for pair in owned if pair[1].p * 65536.0 >= 0.5]
     both = still + dropped
+    matrices, scales = codes_and_scales(weights)
     outputs: tuple[Tensor, Tensor] = _lora_linear(
-        flat, list(weights), list(biases or ()), [one.a for _, one in both], [one.b for _, one in both],
+        flat, matrices, scales, list(biases or ()), [one.a for _, one in both], [one.b for _, one in both],
         [index for index, _ in both], [float(one.scaling) for _, one in both], [float(one.p) for _, one in both],
         [draw_key() for _ in dropped], engine or "",
     )  # fmt: skip
@@ -104,6 +107,7 @@ def _together(matrices: list[Tensor], dim: int) -> Tensor:
 def _kernel(
     x: Tensor,
     weights: list[Tensor],
+    scales: list[Tensor],
     biases: list[Tensor],
     a: list[Tensor],
     b: list[Tensor],
@@ -113,10 +117,10 @@ def _kernel(
     keys: list[Tensor],
     engine: str,
 ) -> tuple[Tensor, Tensor]:
-    linear.check_shapes(_NAME, x, weights, biases)
+    linear.check_shapes(_NAME, x, weights, scales, biases)
     _check(x, weights, a, b, owners)
     inner = [
-        linear.packed_products(_dropped(x, rate, key), [_together(a[which], 0)], [], engine)
+        linear.packed_products(_dropped(x, rate, key), [_together(a[which], 0)], [], [], engine)
         for which, rate, key in _groups(p, keys)
     ]
     h = _together(inner, 1)
@@ -124,18 +128,21 @@ def _kernel(
     parts = h.split([matrix.shape[0] for matrix in a], dim=1)
     for part, matrix, owner, scaling in zip(parts, b, owners, scalings, strict=True):
         terms.setdefault(owner, []).append((part.mul_(scaling), matrix.t()))
-    return linear.packed_products(x, weights, biases, engine, terms), h
+    return linear.packed_products(x, weights, scales, biases, engine, terms), h
 
 
-def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], a: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake(
+    x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor], a: list[Tensor], *rest: Any
+) -> tuple[Tensor, Tensor]:
     widths, ranks = ([matrix.shape[0] for matrix in matrices] for matrices in (weights, a))
     return x.new_empty(x.shape[0], sum(widths)), x.new_empty(x.shape[0], sum(ranks))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weights, biases, a, b, ctx.owners, ctx.scalings, ctx.p, keys, engine = inputs
+    x, weights, scales, biases, a, b, ctx.owners, ctx.scalings, ctx.p, keys, engine = inputs
     linear.note_base(ctx, x, weights, biases, engine)
     ctx.mark_non_differentiable(output[1])
+    ctx.scales = len(scales)
     ctx.ranks = [matrix.shape[0] for matrix in a]
     ctx.a_dtypes, ctx.b_dtypes = [matrix.dtype for matrix in a], [matrix.dtype for matrix in b]
     ctx.wants_a, ctx.wants_b = [matrix.requires_grad for matrix in a], [matrix.requires_grad for matrix in b]
@@ -144,6 +151,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
         ([x], any(wants_weights) or any(ctx.wants_a)),
         ([output[1]], any(ctx.wants_b)),
         (weights, wants_x),
+        (scales, wants_x),
         (a, wants_x),
         (b, wants_x or any(ctx.wants_a)),
         (keys, True),
@@ -155,7 +163,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
     saved = iter(ctx.saved_tensors)
-    xs, hs, weights, a, b, keys = ([next(saved) for _ in range(count)] for count in ctx.counts)
+    xs, hs, weights, scales, a, b, keys = ([next(saved) for _ in range(count)] for count in ctx.counts)
     x = xs[0] if xs else None
     parts = linear.columns_of(ctx, dy)
     own = [parts[owner] for owner in ctx.owners]
@@ -165,13 +173,14 @@ def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
         for i, wanted in enumerate(ctx.wants_b):
             db[i] = linear.weight_gradient(own[i], inner[i], ctx.b_dtypes[i], ctx.engine) if wanted else None
     dh = [
-        linear.input_gradient([part], [matrix], ctx.engine).mul_(scaling)
+        linear.input_gradient([part], [matrix], [], ctx.engine).mul_(scaling)
         for part, matrix, scaling in zip(own, b, ctx.scalings, strict=False)
     ]
     groups = _groups(ctx.p, keys)
     da = _a_gradients(ctx, groups, dh, x)
-    dx = _input_gradient(ctx, groups, parts, dh, weights, a) if ctx.wants[0] else None
-    return dx, *linear.base_gradients(ctx, parts, x), da, db, None, None, None, [None] * len(keys), None
+    dx = _input_gradient(ctx, groups, parts, dh, weights, scales, a) if ctx.wants[0] else None
+    dweights, dbiases = linear.base_gradients(ctx, parts, x)
+    return dx, dweights, [None] * ctx.scales, dbiases, da, db, None, None, None, [None] * len(keys), None
 
 
 def _a_gradients(ctx: Any, groups: list[Group], dh: list[Tensor], x: Tensor | None) -> list[Tensor | None]:
@@ -190,21 +199,27 @@ def _a_gradients(ctx: Any, groups: list[Group], dh: list[Tensor], x: Tensor | No
 
 
 def _input_gradient(
-    ctx: Any, groups: list[Group], parts: list[Tensor], dh: list[Tensor], weights: list[Tensor], a: list[Tensor]
+    ctx: Any,
+    groups: list[Group],
+    parts: list[Tensor],
+    dh: list[Tensor],
+    weights: list[Tensor],
+    scales: list[Tensor],
+    a: list[Tensor],
 ) -> Tensor:
     joined = [(_together(dh[which], 1), _together(a[which], 0), rate, key) for which, rate, key in groups]
     still = [(left, right) for left, right, _, key in joined if key is None]
     lefts, rights = [*parts, *(left for left, _ in still)], [*weights, *(right for _, right in still)]
-    dx: Tensor = linear.input_gradient(lefts, rights, ctx.engine)
+    dx: Tensor = linear.input_gradient(lefts, rights, scales, ctx.engine)
     for left, right, rate, key in joined:
         if key is not None:
-            dx += _dropped(linear.input_gradient([left], [right], ctx.engine), rate, key)
+            dx += _dropped(linear.input_gradient([left], [right], [], ctx.engine), rate, key)
     return dx
 
 
 _lora_linear = define(
-    "lora_linear(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] a, Tensor[] b, int[] owners, float[] scalings,"
-    " float[] p, Tensor[] keys, str engine) -> (Tensor, Tensor)",
+    "lora_linear(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases, Tensor[] a, Tensor[] b, int[] owners,"
+    " float[] scalings, float[] p, Tensor[] keys, str engine) -> (Tensor, Tensor)",
     _kernel,
     _fake,
     backward=_backward,

@@ -5,7 +5,7 @@
 
 A scale is the largest absolute value among its elements, in fp32. A weight takes 4.5 bits per element, or 8 and four bytes per
 row. The 4-bit layout is that of bitsandbytes, so its weights are read without converting them. No gradient: such a weight is
-frozen.
+frozen. How linear layers multiply with such weights: kernels/widening.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from stoker.kernels import native
 from stoker.kernels.registry import check_device, check_tensor, define
 
-__all__ = ["QuantizedWeight", "dequantize", "quantize", "read_params4bit"]
+__all__ = ["QuantizedWeight", "dequantize", "dequantize_into", "quantize", "read_params4bit", "scale_count"]
 
 BLOCK = 64
 
@@ -71,12 +71,28 @@ def read_params4bit(weight: Any) -> QuantizedWeight | None:
     if len(state.shape) != 2 or codes.device.type != "cpu" or not codes.is_contiguous() or codes.shape[0] == 1:
         return None
     rows, columns = state.shape
-    scales = state.absmax
-    if state.nested:
-        inner = state.state2
-        steps = inner.absmax.repeat_interleave(inner.blocksize)[: scales.numel()]
-        scales = inner.code[scales.long()] * steps + state.offset
+    scales = _flat_scales(state) if state.nested else state.absmax
     return QuantizedWeight(codes.view(-1).view(torch.uint8), scales.float(), (rows, columns), 4)
+
+
+def _flat_scales(state: Any) -> Tensor:
+    """Scales that bitsandbytes has quantized too, in fp32. They are kept in `state`, because layers read them in every pass."""
+    known: tuple[Tensor, Tensor] | None = getattr(state, "stoker_scales", None)
+    if known is None or known[0] is not state.absmax:
+        inner = state.state2
+        steps = inner.absmax.repeat_interleave(inner.blocksize)[: state.absmax.numel()]
+        known = state.absmax, inner.code[state.absmax.long()] * steps + state.offset
+        state.stoker_scales = known
+    return known[1]
+
+
+def dequantize_into(values: Tensor, codes: Tensor, scales: Tensor, bits: int) -> None:
+    """Writes the values of a weight into `values` (rows, columns), without checks; all tensors are contiguous."""
+    _call("stoker_dequantize", values, codes, scales, bits)
+
+
+def scale_count(rows: int, columns: int, bits: int) -> int:
+    return _sizes(rows, columns, bits)[2]
 
 
 def _sizes(rows: int, columns: int, bits: int) -> tuple[tuple[int, ...], torch.dtype, int]:
