@@ -78,6 +78,7 @@ PARTS: dict[str, Part] = {
     "optimize": Part(
         "models are not optimised",
         (
+            "torch._C:DisableTorchFunctionSubclass",
             "torch._C:_are_functorch_transforms_active",
             "torch._C:_current_graph_task_id",
             "torch._C:_functions.DelayedError",
@@ -92,6 +93,10 @@ PARTS: dict[str, Part] = {
             "torch.nn:Module.register_full_backward_hook{_backward_hooks}",
             "torch.nn:Module.register_full_backward_pre_hook{_backward_pre_hooks}",
         ),
+    ),
+    "frozen weights under DDP": Part(
+        "models with frozen weights in few bits cannot be wrapped by DDP",
+        ("torch.nn.parallel:DistributedDataParallel.__init__{_ddp_params_and_buffers_to_ignore}",),
     ),
     "fused optimizers": Part(
         "optimizers keep their own implementation",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from stoker.distributed.settings import DistributedSettings, check_outer
+from stoker.kernels.frozen_parameter import FrozenWeight
 
 __all__ = ["LocalSGD"]
 
@@ -54,7 +55,8 @@ class LocalSGD:
         self._group = group
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
+            # every rank has read the same files, and frozen weights in few bits are not sent
+            for tensor in [*(p for p in model.parameters() if not isinstance(p, FrozenWeight)), *model.buffers()]:
                 dist.broadcast(tensor.data, dist.get_global_rank(self._world, 0), group=group)
         self._anchor = [p.detach().clone() for p in self._parameters]
         self._velocity = [torch.zeros_like(p) for p in self._anchor] if outer_momentum else []

@@ -82,7 +82,7 @@ class Recorder:
                 "applied",
                 parts=[list(part) for part in done.applied],
                 left_alone=[list(one) for one in done.left_alone],
-                settings={"precision": done.precision, "memory": done.memory, "optimizer": done.optimizer},
+                settings=done.settings,
             )
         self._lengths()
 

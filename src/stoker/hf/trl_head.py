@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.kernels.frozen_parameter import stored_values
 from stoker.requires import supported
 
 __all__ = ["MODULE", "install"]
@@ -48,6 +49,7 @@ def _head(trl: Any) -> Any:
             logit_scale: float = 1.0,
             outputs: tuple[str, ...] = (),
         ) -> tuple[Tensor | None, ...]:
+            weight = stored_values(weight)
             native = all(t is None or _native(t) for t in (hidden, weight, bias))
             # Our entropy has no gradient. SFTTrainer, the one that asks for is_top1 too, detaches it.
             known = set(outputs) <= _OUTPUTS and ("entropy" not in outputs or "is_top1" in outputs)

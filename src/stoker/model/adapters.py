@@ -1,8 +1,9 @@
 """Linear layers whose weights can be read instead of calling them: plain ones, and those that peft wrapped with LoRA.
 
-peft is not imported: its layer is recognised by the name of its class and read by its public attributes. Whatever changes the
-formula (merged or disabled adapters, DoRA and other variants, biases, quantized weights, hooks) makes the layer unreadable,
-and the caller calls it.
+peft and bitsandbytes are not imported: their layers are recognised by the name of their class and read by their public
+attributes. Whatever changes the formula (merged or disabled adapters, DoRA and other variants, biases, foreign quantized
+weights, hooks) makes the layer unreadable, and the caller calls it. Frozen weights in few bits are read as they are stored, our
+own and the NF4 of bitsandbytes.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.frozen_parameter import stored_weight
 from stoker.kernels.lora import Adapter
+from stoker.kernels.quantized import read_params4bit
+from stoker.kernels.widening import Weight
 from stoker.model.class_swap import ordinary, plain, unhooked
 from stoker.model.leaf_modules import dropout_probability, is_conv1d
 
 __all__ = ["LinearParts", "read_linear"]
+
+_LORA_LAYERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 
 
 @dataclass(frozen=True)
 class LinearParts:
     """What a linear layer computes: x weight^T + bias + what its adapters add."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
     adapters: tuple[Adapter, ...] = ()
 
@@ -35,7 +41,7 @@ def read_linear(module: Any) -> LinearParts | None:
         return base
     cls = type(module)
     # subclasses may have another forward
-    if (cls.__module__, cls.__qualname__) != ("peft.tuners.lora.layer", "Linear"):
+    if (cls.__module__, cls.__qualname__) not in _LORA_LAYERS:
         return None
     try:
         return _read_lora(module)
@@ -46,10 +52,22 @@ def read_linear(module: Any) -> LinearParts | None:
 def _read_base(module: Any) -> LinearParts | None:
     """A linear layer without adapters; the weight of transformers' Conv1D (GPT-2) is (in, out)."""
     if plain(module, nn.Linear):
-        return LinearParts(module.weight, module.bias)
+        return LinearParts(stored_weight(module.weight), module.bias)
     if is_conv1d(module) and unhooked(module) and ordinary(module):
-        return LinearParts(module.weight.t(), module.bias)
-    return None
+        weight = stored_weight(module.weight)
+        return LinearParts(weight.t() if weight is module.weight else weight, module.bias)
+    return _read_linear4bit(module)
+
+
+def _read_linear4bit(module: Any) -> LinearParts | None:
+    """A layer of bitsandbytes whose weight is in NF4. Its products take the type of the activations, as Stoker's own do."""
+    cls = type(module)
+    if (cls.__module__, cls.__qualname__) != ("bitsandbytes.nn.modules", "Linear4bit") or not unhooked(module):
+        return None
+    weight = read_params4bit(module.weight)
+    if weight is None or weight.shape[1] % 2 or not (module.bias is None or _native(module.bias)):
+        return None
+    return LinearParts(weight, module.bias)
 
 
 def _read_lora(module: Any) -> LinearParts | None:
@@ -62,7 +80,8 @@ def _read_lora(module: Any) -> LinearParts | None:
     # as in peft, an adapter that this layer does not have is active in others only
     adapters = [_read_adapter(module, name) for name in module.active_adapters if name in module.lora_A]
     found = tuple(one for one in adapters if one is not None)
-    tensors = [base.weight, *(one for adapter in found for one in (adapter.a, adapter.b))]
+    tensors = [one for adapter in found for one in (adapter.a, adapter.b)]
+    tensors += [base.weight] if isinstance(base.weight, Tensor) else []
     if len(found) < len(adapters) or not all(map(_native, tensors)):
         return None
     return LinearParts(base.weight, base.bias, found)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.attention import attention
-from stoker.model.class_swap import stock_wanted
+from stoker.kernels.tracing import stock_wanted
 from stoker.model.families import transformers_major
 from stoker.model.sequences import Sequences, read_mask, read_sequence_ids, running_sequences, sequence_ids
 from stoker.requires import supported

@@ -14,9 +14,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.frozen_parameter import stored_values
 from stoker.kernels.loss import linear_cross_entropy
+from stoker.kernels.tracing import stock_wanted
 from stoker.model import precision
-from stoker.model.class_swap import Optimized, cached, child, named, plain, stock_class, stock_wanted
+from stoker.model.class_swap import Optimized, cached, child, named, plain, stock_class
 from stoker.model.heads import IGNORED
 from stoker.model.lazy_output import lazy_output
 from stoker.model.sequences import HeadCall, Sequences, running
@@ -56,7 +58,7 @@ class CausalLMModel(Optimized):
         rows = hidden.to(precision.activations(self.stoker_settings.dtype, hidden.dtype))
         loss = linear_cross_entropy(
             rows,
-            head.weight,
+            stored_values(head.weight),
             head.bias,
             labels,
             ignored,

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-import torch.fx
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+
+from stoker.kernels.frozen_parameter import FrozenWeight
 
 __all__ = [
     "Optimized",
@@ -31,7 +31,6 @@ __all__ = [
     "plain",
     "restore_class",
     "stock_class",
-    "stock_wanted",
     "swap_class",
     "unhooked",
 ]
@@ -178,31 +177,15 @@ def plain(module: Any, kind: type[nn.Module]) -> bool:
     return (cls is kind or cls.__dict__.get("stoker_stock") is kind) and unhooked(module) and ordinary(module)
 
 
-_ORDINARY = (Tensor, nn.Parameter)
+_ORDINARY = (Tensor, nn.Parameter, FrozenWeight)
 
 
 def ordinary(module: nn.Module) -> bool:
-    """Whether the weights are plain tensors: quantized or distributed ones have their own multiplication."""
+    """Whether the weights are plain tensors, or our own frozen ones: foreign ones have their own multiplication."""
     for parameter in module._parameters.values():  # noqa: SIM110 - several times per layer, and all() is slow
         if parameter is not None and type(parameter) not in _ORDINARY:
             return False
     return True
-
-
-def stock_wanted() -> bool:
-    """Whether this call is compiled, exported, traced or transformed, so that it must run stock operators.
-
-    torch.compile and torch.export; torch.jit.trace, torch.fx and make_fx; torch.func and forward-mode derivatives; and
-    everything that inspects single operators (FakeTensorMode, FlopCounterMode, any other TorchDispatchMode).
-    """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
-        or torch.fx._symbolic_trace._is_fx_tracing_flag
-    )
 
 
 def unhooked(module: nn.Module) -> bool:

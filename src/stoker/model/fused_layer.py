@@ -18,8 +18,9 @@ from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding_layer_norm_dropout
 from stoker.kernels.lora import lora_linear_packed
 from stoker.kernels.norm import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
+from stoker.kernels.tracing import stock_wanted
 from stoker.model.adapters import LinearParts, read_linear
-from stoker.model.class_swap import Optimized, child, named, ordinary, plain, stock_class, stock_wanted, unhooked
+from stoker.model.class_swap import Optimized, child, named, ordinary, plain, stock_class, unhooked
 from stoker.model.families import Family, transformers_major
 from stoker.model.leaf_modules import activation_kind, dropout_probability, only_gathers, rms_eps
 from stoker.model.sequences import Sequences, ambient, attach

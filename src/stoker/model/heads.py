@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.activation import bias_activation
+from stoker.kernels.frozen_parameter import stored_values, stored_weight
 from stoker.kernels.linear import linear
 from stoker.kernels.loss import linear_cross_entropy
-from stoker.model.class_swap import Optimized, child, named, plain, stock_wanted, unhooked
+from stoker.kernels.tracing import stock_wanted
+from stoker.model.class_swap import Optimized, child, named, plain, unhooked
 from stoker.model.families import Family, MaskedLM
 from stoker.model.lazy_output import lazy_output
 from stoker.model.leaf_modules import activation_kind
@@ -80,7 +82,12 @@ class MaskedLMModel(Optimized):
         rows = _features(self, head, hidden.flatten(0, 1).index_select(0, labelled))
         decoder = child(self, head.decoder)
         loss = linear_cross_entropy(
-            rows, decoder.weight, decoder.bias, labels, reduction="mean" if items is None else "sum", divisor=items
+            rows,
+            stored_values(decoder.weight),
+            decoder.bias,
+            labels,
+            reduction="mean" if items is None else "sum",
+            divisor=items,
         )
         return lazy_output(
             "MaskedLMOutput",
@@ -137,4 +144,4 @@ def _features(model: nn.Module, head: MaskedLM, hidden: Tensor) -> Tensor:
     """norm(activation(dense(hidden)))"""
     dense, norm = child(model, head.dense), child(model, head.norm)
     kind = "gelu" if head.activation is None else activation_kind(child(model, head.activation))
-    return norm(bias_activation(linear(hidden, dense.weight), dense.bias, kind or "gelu"))  # type: ignore[no-any-return]
+    return norm(bias_activation(linear(hidden, stored_weight(dense.weight)), dense.bias, kind or "gelu"))  # type: ignore[no-any-return]

@@ -17,7 +17,8 @@ from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding
 from stoker.kernels.linear import linear
 from stoker.kernels.norm import layer_norm, rms_norm
-from stoker.model.class_swap import Optimized, plain, stock_class, stock_wanted
+from stoker.kernels.tracing import stock_wanted
+from stoker.model.class_swap import Optimized, plain, stock_class
 
 __all__ = [
     "LeafDropout",

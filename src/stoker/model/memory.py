@@ -1,6 +1,7 @@
 """Allocator settings: glibc keeps the memory that a step frees mapped, so that the next step causes no page faults for it.
 
-The settings apply to the whole process and are made once. Freed memory is not returned to the system; the peak stays the same.
+The settings apply to the whole process and are made once. Freed memory is then not returned to the system, and the peak stays
+the same; `return_freed` is for memory that is not needed again, such as that of weights that are now stored in fewer bits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import platform
 import resource
 
-__all__ = ["keep_mapped", "minor_faults"]
+__all__ = ["keep_mapped", "minor_faults", "return_freed"]
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h
 _TOP_PAD = 256 << 20  # the heap grows in pieces of this size: few system calls, little waste
@@ -37,6 +38,12 @@ def _keep_mapped() -> str:
     if not all(mallopt(option, value) for option, value in settings):
         return "left alone: mallopt failed"
     return "glibc keeps freed memory mapped"
+
+
+def return_freed() -> None:
+    """Returns freed memory to the system now, whatever the settings are, also where other blocks follow it in the heap."""
+    if _other_allocator() is None and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _other_allocator() -> str | None:

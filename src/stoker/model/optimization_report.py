@@ -17,6 +17,7 @@ from stoker.model.any_model import uses_attention
 from stoker.model.causal_lm import CausalLMModel
 from stoker.model.class_swap import Optimized, Settings, stock_class
 from stoker.model.families import FAMILIES, find, in_table, transformers_major
+from stoker.model.frozen_weights import describe
 from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias
 from stoker.model.heads import MaskedLMModel, QuestionAnsweringModel, SpanLogits
 from stoker.model.leaf_modules import LeafDropout, kernel_for
@@ -32,6 +33,8 @@ class Notes:
     precision: str = ""
     memory: str = ""
     optimizer: str = ""
+    left_alone: tuple[tuple[str, str], ...] = ()
+    """(frozen weights, why they were not stored as requested)."""
     switches: Settings | None = None
 
 
@@ -76,12 +79,23 @@ class Report:
     precision: str
     memory: str
     optimizer: str
+    frozen_weights: str = ""
+    """What is stored in bf16 or in few bits, and what that saves."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The lines about the whole model."""
+        return {
+            "precision": self.precision,
+            "frozen weights": self.frozen_weights,
+            "memory": self.memory,
+            "optimizer": self.optimizer,
+        }
 
     def __str__(self) -> str:
         lines = [f"Stoker on {self.model}"]
         lines += [f"  {part:<24} {count:>4} x {cls}" for part, cls, count in self.applied] or ["  nothing applied"]
-        settings = (("precision", self.precision), ("memory", self.memory), ("optimizer", self.optimizer))
-        lines += [f"  {name:<24} {value}" for name, value in settings if value]
+        lines += [f"  {name:<24} {value}" for name, value in self.settings.items() if value]
         lines += [f"  left alone: {what}: {why}" for what, why in self.left_alone]
         return "\n".join(lines)
 
@@ -106,10 +120,11 @@ def report(model: nn.Module) -> Report:
     return Report(
         model=stock_class(type(model)).__name__,
         applied=tuple((part, cls, count) for (part, cls), count in counts.items()),
-        left_alone=tuple(_left_alone(model, called, settings)),
+        left_alone=(*_left_alone(model, called, settings), *notes.left_alone),
         precision=notes.precision,
         memory=notes.memory,
         optimizer=notes.optimizer,
+        frozen_weights=describe(model),
     )
 
 

@@ -15,12 +15,14 @@ from torch import nn
 
 from stoker.english import with_article
 from stoker.kernels import native
+from stoker.kernels.frozen_parameter import Form
 from stoker.model import attention_interface, optimizers, precision
 from stoker.model import memory as allocator
 from stoker.model.any_model import ANY, base_models, restore_attention, use_attention
 from stoker.model.causal_lm import CausalLMModel
 from stoker.model.class_swap import Optimized, Settings, child, restore_class, swap_class
 from stoker.model.families import Role, find
+from stoker.model.frozen_weights import check_form, store_frozen, widen_frozen
 from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias
 from stoker.model.heads import MaskedLMModel, QuestionAnsweringModel, SpanLogits
 from stoker.model.leaf_modules import kernel_for
@@ -28,7 +30,7 @@ from stoker.model.optimization_report import Notes, forget, note, report
 from stoker.model.padding_free import PaddingFreeModel
 from stoker.requires import supported
 
-__all__ = ["optimize", "restore"]
+__all__ = ["optimize", "restore", "restore_classes"]
 
 log = logging.getLogger("stoker")
 
@@ -66,6 +68,7 @@ def optimize(
     keep_activations: bool = False,
     level: str = "O1",
     fuse_update_step: bool = True,
+    frozen_weights: Form | None = None,
     **ipex: Any,
 ) -> Any:
     """Makes `model` train faster on this CPU, in place; returns it, or (model, optimizer) if an optimizer is given.
@@ -75,8 +78,10 @@ def optimize(
     fp32 even inside autocast; "auto" uses whichever of the two was measured to be faster on this machine. Switches: `unpad`
     (skip padding), `fuse` (native kernels), `fuse_loss` (language-model losses without logits), `memory` (allocator settings of
     the process), `fuse_update_step` (fused optimizer), `keep_activations` (where the model is checkpointed: keep activations all
-    the same if they fit in a quarter of the free memory). Other keywords of ipex.optimize are accepted, and the log says what
-    becomes of each. `stoker.report(model)` lists what was done, `stoker.restore(model)` undoes it.
+    the same if they fit in a quarter of the free memory). `frozen_weights`: "bfloat16", "int8" or "nf4" stores the weights that
+    are not trained in that form, embeddings and head in bf16; None leaves them as they are. Other keywords of ipex.optimize
+    are accepted, and the log says what becomes of each. `stoker.report(model)` lists what was done, `stoker.restore(model)`
+    undoes it.
     """
     if isinstance(optimizer, (torch.dtype, str)) or isinstance(dtype, torch.optim.Optimizer):
         optimizer, dtype = dtype, optimizer  # ipex.optimize(model, dtype, optimizer)
@@ -85,24 +90,29 @@ def optimize(
     _explain(ipex)
     if level not in ("O0", "O1"):
         raise ValueError(f"optimize: level is {level!r}; it must be 'O0' (everything off) or 'O1'")
+    check_form(frozen_weights)
     if level == "O0":
         log.info("optimize: level='O0' switches every part off")
         unpad = fuse = fuse_loss = memory = fuse_update_step = False
+        frozen_weights = None
     if not supported("optimize"):
         unpad = fuse = False
     activations, why = precision.choose(dtype)
     settings = Settings(
         unpad=unpad, fuse=fuse, fuse_loss=fuse_loss, dtype=activations, keep_activations=keep_activations
     )
-    if unpad or fuse:
+    if unpad or fuse or frozen_weights:
         native.library()  # raises if it is missing, before anything is changed
-    restore(model)  # a second call starts from the stock model, so that its own switches apply
+    restore_classes(model)  # a second call starts from the stock model, so that its own switches apply
+    # before the allocator is told to keep freed memory
+    left_as_they_are = store_frozen(model, frozen_weights)
     if unpad or fuse:
         _swap_classes(model, settings)
     notes = Notes(
         precision=_actual_precision(model, settings) or why,
         memory=allocator.keep_mapped() if memory else "switched off",
         optimizer=_fuse_optimizer(model, optimizer, fuse_update_step),
+        left_alone=tuple(left_as_they_are),
         switches=settings,
     )
     note(model, notes)
@@ -113,15 +123,22 @@ def optimize(
 def restore(model: Model, optimizer: Any = None) -> Model:
     """Undoes `optimize`: gives every module its class back, and `optimizer`, if given, its own flags; returns the model.
 
-    The allocator settings apply to the whole process and stay.
+    Frozen weights become ordinary parameters, with the values that they were trained with. The allocator settings apply to the
+    whole process and stay.
     """
-    restore_attention(model)
-    for module in model.modules():
-        restore_class(module)
+    restore_classes(model)
+    widen_frozen(model)
     if optimizer is not None:
         optimizers.unfuse(optimizer)
     forget(model, optimizer=optimizer is not None)
     return model
+
+
+def restore_classes(model: nn.Module) -> None:
+    """Gives every module its class back. Frozen weights stay stored as they are; stock modules compute with them too."""
+    restore_attention(model)
+    for module in model.modules():
+        restore_class(module)
 
 
 def _explain(ipex: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.english import with_article
+from stoker.kernels.tracing import stock_wanted
 from stoker.model import precision
 from stoker.model.any_model import ANY, tried
 from stoker.model.attention_interface import NAME, CannotPack
@@ -28,7 +29,6 @@ from stoker.model.class_swap import (
     parameter_names,
     plain,
     stock_class,
-    stock_wanted,
     unhooked,
 )
 from stoker.model.families import Family, find, transformers_major
