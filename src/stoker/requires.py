@@ -174,6 +174,14 @@ PARTS: dict[str, Part] = {
             f"{_TRAINER}._get_collator_with_removed_columns(data_collator, description)",
         ),
     ),
+    "Trainer: random collators": Part(
+        "a resumed run draws other random numbers in data sets and collators than the run it continues",
+        (
+            "torch.utils.data._utils.fetch:_MapDatasetFetcher.fetch{__getitems__}",
+            "accelerate.data_loader:DataLoaderAdapter.__init__{base_dataloader}",
+            "transformers.trainer_callback:CallbackHandler.call_event{train_dataloader}",
+        ),
+    ),
     "Trainer: step": Part(
         "the Trainer does not measure its steps",
         (

@@ -77,7 +77,9 @@ def _fork(folder: Path, kill: str | None, settings: dict[str, Any]) -> int:
 def _train(folder: Path, kill: str | None, settings: dict[str, Any]) -> None:
     # Started in the background by a shell, this process would have inherited that Ctrl-C is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    trainer = tiny.trainer(folder, **{**SETTINGS, **settings})
+    settings = {**SETTINGS, **settings}
+    make = tiny.masked_trainer if "mask_seed" in settings else tiny.trainer
+    trainer = make(folder, **settings)
     if kill is not None:
         kind, _, at = kill.partition(":")
         if kind == "write":

@@ -53,6 +53,24 @@ def test_a_run_killed_at_random_steps_ends_with_the_same_weights(tree_path: Path
         assert result["weights"] == results[0]["weights"], scenario
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mask_seed": None},
+        {"mask_seed": 3, "tokens_per_batch": 48},
+        {"mask_seed": None, "dataloader_num_workers": 2, "eval_strategy": "no"},
+    ],
+    ids=["global generators", "a generator of its own", "workers"],
+)
+def test_the_masks_of_a_masked_lm_are_drawn_again(tree_path: Path, settings: dict[str, Any]) -> None:
+    scenarios = [{"kills": kills, "settings": settings} for kills in ([], ["step:5", "step:10"])]
+    undisturbed, killed = runs(tree_path, scenarios)
+    assert undisturbed["ends"] == [0], outputs(tree_path)
+    assert killed["ends"] == [-9, -9, 0], outputs(tree_path)
+    assert killed["begun"] == ["start", "checkpoint-3", "checkpoint-9"]
+    assert killed["weights"] == undisturbed["weights"]
+
+
 def test_a_run_killed_while_writing_a_checkpoint_loses_nothing(tree_path: Path) -> None:
     chance = random.Random(7)
     points = [*FIRST_CHECKPOINT, *sorted(chance.sample(range(FIRST_CHECKPOINT.stop, 60), 4))]

@@ -10,6 +10,7 @@ import transformers
 from torch.utils.data import Dataset
 
 WORDS = [f"w{i}" for i in range(60)]
+_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def tiny_model(seed: int = 0, dropout: float = 0.1, labels: int = 2) -> transformers.BertForSequenceClassification:
@@ -59,6 +60,21 @@ def pad(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         ids[row, : len(item["input_ids"])] = torch.tensor(item["input_ids"])
         mask[row, : len(item["input_ids"])] = 1
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([item["labels"] for item in items])}
+
+
+def masked_trainer(folder: str | Path, mask_seed: int | None = None, **changed: Any) -> Any:
+    """A masked language model with transformers' own collator, which draws random numbers for every batch."""
+    from stoker.hf.trainer import Trainer
+
+    config = tiny_model().config
+    torch.manual_seed(0)
+    tokenizer = transformers.BertTokenizerFast(vocab={name: i for i, name in enumerate(_SPECIAL + WORDS)})
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=mask_seed)
+    rows = [{"input_ids": row["input_ids"]} for row in TinyData().rows]
+    return Trainer(
+        transformers.BertForMaskedLM(config), arguments(folder, **changed), data_collator=collator, train_dataset=rows,
+        eval_dataset=rows,
+    )  # fmt: skip
 
 
 def arguments(folder: str | Path, **changed: Any) -> Any:

@@ -31,6 +31,7 @@ from stoker.hf.meter import Meter
 from stoker.hf.non_finite import NonFiniteLoss, require_finite_loss, require_finite_weights
 from stoker.hf.ranks import Ranks, averages_own_loss
 from stoker.hf.record import Recorder
+from stoker.hf.seeded_batches import BatchSeeds
 from stoker.hf.trainer_events import TrainerEvents
 from stoker.model.sequences import counting
 from stoker.requires import drop_unsupported, require, supported
@@ -54,6 +55,7 @@ class Trainer(CheckpointingTrainer):
         self._meter: Meter | None = None
         """None outside of train()."""
         self._batches: EpochBatches | None = None
+        self._batch_seeds: BatchSeeds | None = None
         self._position = Position()
         self.recorder = Recorder(self)
         self.ranks = Ranks(self)

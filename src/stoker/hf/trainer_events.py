@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import TrainerCallback
 
+from stoker.hf.seeded_batches import BatchSeeds, seed_batches
+
 if TYPE_CHECKING:
     from stoker.hf.trainer import Trainer
 
@@ -23,8 +25,10 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc]
         self.trainer = trainer
         self._optimizer_began = 0.0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> Any:
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **rest: Any) -> Any:
         trainer = self.trainer
+        seeds = BatchSeeds(args.seed if args.data_seed is None else args.data_seed, args.process_index)
+        trainer._batch_seeds = seed_batches(train_dataloader, seeds)
         trainer.ranks.train_begins()
         trainer.recorder.train_begins()
         if trainer._meter is not None:
@@ -36,7 +40,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc]
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         epoch = int(state.epoch or 0)
         self.trainer._position.epoch, self.trainer._position.epoch_began_at = epoch, state.global_step
-        for batches in (self.trainer._batches, self.trainer.ranks.balanced):
+        for batches in (self.trainer._batches, self.trainer.ranks.balanced, self.trainer._batch_seeds):
             if batches is not None:
                 batches.set_epoch(epoch)
 

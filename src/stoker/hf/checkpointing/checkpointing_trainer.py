@@ -210,6 +210,8 @@ class CheckpointingTrainer(PublishingTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         with random_state.preserved(self._training_random_state):
+            # Loading a batch makes NumPy drop the normal number it keeps, so a checkpoint must not keep it either.
+            random_state.use_numpy_generator(random_state.numpy_generator())
             super()._save_rng_state(output_dir)
         self.ranks.save(output_dir)
 
