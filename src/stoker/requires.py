@@ -194,6 +194,14 @@ PARTS: dict[str, Part] = {
             f"{_TRAINER}.__init__{{model_accepts_loss_kwargs, compute_loss_func}}",
         ),
     ),
+    "label smoothing": Part(
+        "label smoothing computes the logits of all positions, as transformers does",
+        (
+            "transformers.trainer_pt_utils:LabelSmoother(epsilon, ignore_index)",
+            "transformers.trainer_pt_utils:LabelSmoother.__call__(model_output, labels, shift_labels, ...)",
+            f"{_TRAINER}.__init__{{label_smoother}}",
+        ),
+    ),
     "Trainer: hub": Part(
         "the Trainer publishes as transformers does",
         (

@@ -108,6 +108,16 @@ def test_the_loss_is_that_of_stock_transformers_on_the_same_rows(llama: Path, tm
     assert losses == pytest.approx([total / count] * 3, rel=1e-4)
 
 
+def test_label_smoothing_gives_the_loss_of_transformers(llama: Path, chats: Path, tmp_path: Path) -> None:
+    losses = []
+    for more in ([], ["--label_smoothing_factor", "0.2"], ["--label_smoothing_factor", "0.2", "--no_ipex"]):
+        out = tmp_path / f"out{len(losses)}"
+        assert main(command(llama, chats, out, *more)) == 0
+        losses.append(json.loads((out / "train_results.json").read_text())["train_loss"])
+    assert losses[1] == pytest.approx(losses[2], rel=1e-5)
+    assert losses[0] != pytest.approx(losses[1], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "more",
     [

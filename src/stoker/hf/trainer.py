@@ -27,6 +27,7 @@ from stoker.hf.checkpointing import lock
 from stoker.hf.checkpointing.checkpointing_trainer import CheckpointingTrainer
 from stoker.hf.checkpointing.interrupts import Interrupted
 from stoker.hf.checkpointing.restart import Start
+from stoker.hf.label_smoother import counts_items, labels_follow_for, smoother_for
 from stoker.hf.meter import Meter
 from stoker.hf.non_finite import NonFiniteLoss, require_finite_loss, require_finite_weights
 from stoker.hf.ranks import Ranks, averages_own_loss
@@ -59,7 +60,8 @@ class Trainer(CheckpointingTrainer):
         self._position = Position()
         self.recorder = Recorder(self)
         self.ranks = Ranks(self)
-        if self.model is not None and averages_own_loss(self.model):
+        self.label_smoother: Any = smoother_for(self.label_smoother)
+        if self.model is not None and averages_own_loss(self.model) and not counts_items(self.label_smoother):
             self.model_accepts_loss_kwargs = False
         self._events = TrainerEvents(self)
         self.add_callback(self._events)
@@ -163,7 +165,7 @@ class Trainer(CheckpointingTrainer):
     def compute_loss(self, *args: Any, **named: Any) -> Any:
         if self._meter is None or not self.model.training:
             return super().compute_loss(*args, **named)
-        with self._meter.phase("forward"):
+        with self._meter.phase("forward"), labels_follow_for(self.label_smoother):
             result = super().compute_loss(*args, **named)
         if (weight := self._loss_weight()) == 1.0 or isinstance(result, tuple):
             return result

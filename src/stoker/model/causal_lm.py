@@ -20,6 +20,7 @@ from stoker.kernels.tracing import stock_wanted
 from stoker.model import precision
 from stoker.model.class_swap import Optimized, cached, child, named, plain, stock_class
 from stoker.model.heads import IGNORED
+from stoker.model.label_smoothing import DeferredLoss, labels_are_expected
 from stoker.model.lazy_output import lazy_output
 from stoker.model.sequences import HeadCall, Sequences, running
 
@@ -32,7 +33,8 @@ _warned: WeakSet[nn.Module] = WeakSet()
 
 
 class CausalLMModel(Optimized):
-    """Override of a causal language model. Without labels, in evaluation and with a loss of its own it runs as stock does."""
+    """Override of a causal language model. In evaluation, with a loss of its own, and without labels unless they are to
+    follow, it runs as stock does."""
 
     stoker_part = "language-model loss"
     stoker_model = True
@@ -45,37 +47,40 @@ class CausalLMModel(Optimized):
         call = named(self, args, kwargs)
         if not self._fusable(call):
             return super().forward(*args, **kwargs)
-        items = call.get("num_items_in_batch")
-        ignored = call.pop("ignore_index", IGNORED)
-        labels = _shifted(call.pop("labels"), ignored, call.get("attention_mask"), call.pop("shift_labels", None), self)
+        items, ignored = call.get("num_items_in_batch"), call.pop("ignore_index", IGNORED)
+        given, shifted = call.pop("labels", None), call.pop("shift_labels", None)
         head_call = HeadCall(packed=True)
         with running(head_call):
             outputs = child(self, str(self.base_model_prefix))(**{**call, "return_dict": True})
         hidden, sequences = outputs[0], head_call.sequences
-        if sequences is not None:
-            labels = sequences.pack(labels)
         head, cap = child(self, _HEAD), _softcap(self)
-        rows = hidden.to(precision.activations(self.stoker_settings.dtype, hidden.dtype))
-        loss = linear_cross_entropy(
-            rows,
-            stored_values(head.weight),
-            head.bias,
-            labels,
-            ignored,
-            "mean" if items is None else "sum",
-            softcap=cap,
-            divisor=items,
-        )
+
+        def loss(labels: Tensor, ignored: int, items: Tensor | int | None, smoothing: float = 0.0) -> Tensor:
+            labels = _shifted(labels, ignored, call.get("attention_mask"), shifted, self)
+            return linear_cross_entropy(
+                hidden.to(precision.activations(self.stoker_settings.dtype, hidden.dtype)),
+                stored_values(head.weight),
+                head.bias,
+                labels if sequences is None else sequences.pack(labels),
+                ignored,
+                "mean" if items is None else "sum",
+                softcap=cap,
+                label_smoothing=smoothing,
+                divisor=items,
+            )
+
         return lazy_output(
             _output_class(type(self)),
-            loss,
+            DeferredLoss(True, loss) if given is None else loss(given, ignored, items),
             lambda: _logits(head, hidden, sequences, cap),
             hidden_states=outputs.get("hidden_states"),
             attentions=outputs.get("attentions"),
         )
 
     def _fusable(self, call: dict[str, Any]) -> bool:
-        if not (self.training and torch.is_grad_enabled() and isinstance(call.get("labels"), Tensor)):
+        if not (self.training and torch.is_grad_enabled()):
+            return False
+        if not (isinstance(call.get("labels"), Tensor) or ("labels" not in call and labels_are_expected())):
             return False
         keep = call.pop("logits_to_keep", 0)
         if isinstance(keep, Tensor) or keep != 0 or call.get("use_cache") or "past_key_values" in call:

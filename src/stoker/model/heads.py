@@ -18,6 +18,7 @@ from stoker.kernels.loss import linear_cross_entropy
 from stoker.kernels.tracing import stock_wanted
 from stoker.model.class_swap import Optimized, child, named, plain, unhooked
 from stoker.model.families import Family, MaskedLM
+from stoker.model.label_smoothing import DeferredLoss, labels_are_expected
 from stoker.model.lazy_output import lazy_output
 from stoker.model.leaf_modules import activation_kind
 from stoker.model.sequences import HeadCall, running, seen_by_head
@@ -71,45 +72,47 @@ class MaskedLMModel(Optimized):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = named(self, args, kwargs)
-        labelled = self._labelled(call)
-        if labelled is None:
+        if not self._fusable(call):
             return super().forward(*args, **kwargs)
         head: MaskedLM = self.stoker_row.masked_lm
-        labels = call.pop("labels").reshape(-1).index_select(0, labelled)
+        given = call.pop("labels", None)
         items = call.get("num_items_in_batch") if head.counts_items else None
         outputs = child(self, str(self.base_model_prefix))(**{**call, "return_dict": True})
-        hidden = outputs[0]
-        rows = _features(self, head, hidden.flatten(0, 1).index_select(0, labelled))
-        decoder = child(self, head.decoder)
-        loss = linear_cross_entropy(
-            rows,
-            stored_values(decoder.weight),
-            decoder.bias,
-            labels,
-            reduction="mean" if items is None else "sum",
-            divisor=items,
-        )
+        hidden, decoder = outputs[0], child(self, head.decoder)
+
+        def loss(labels: Tensor, ignored: int, items: Tensor | int | None, smoothing: float = 0.0) -> Tensor:
+            labels = labels.reshape(-1)
+            labelled = (labels != ignored).nonzero().squeeze(1)
+            return linear_cross_entropy(
+                _features(self, head, hidden.flatten(0, 1).index_select(0, labelled)),
+                stored_values(decoder.weight),
+                decoder.bias,
+                labels.index_select(0, labelled),
+                ignored,
+                "mean" if items is None else "sum",
+                label_smoothing=smoothing,
+                divisor=items,
+            )
+
         return lazy_output(
             "MaskedLMOutput",
-            loss,
+            DeferredLoss(False, loss) if given is None else loss(given, IGNORED, items),
             lambda: decoder(_features(self, head, hidden)),
             hidden_states=outputs.get("hidden_states"),
             attentions=outputs.get("attentions"),
         )
 
-    def _labelled(self, call: dict[str, Any]) -> Tensor | None:
-        """The flat positions that have a label; None if this call has to run as stock does."""
+    def _fusable(self, call: dict[str, Any]) -> bool:
         row: Family = self.stoker_row
-        if not (self.training and torch.is_grad_enabled() and "labels" in call):
-            return None
+        if not (self.training and torch.is_grad_enabled() and ("labels" in call or labels_are_expected())):
+            return False
         if row.masked_lm is None or "ignore_index" in call or not _stock_loss(self, row.masked_lm):
-            return None
+            return False
         if not call.get("return_dict", getattr(self.config, "return_dict", True)):
-            return None
+            return False
         if stock_wanted() or not _is_plain(self, row.masked_lm):
-            return None
-        labelled = (call["labels"].reshape(-1) != IGNORED).nonzero().squeeze(1)
-        return labelled if labelled.numel() else None
+            return False
+        return "labels" not in call or bool((call["labels"] != IGNORED).any())
 
 
 def _stock_loss(model: Any, head: MaskedLM) -> bool:

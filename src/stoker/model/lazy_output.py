@@ -13,13 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
+from stoker.model.label_smoothing import DeferredLoss
+
 __all__ = ["lazy_output"]
 
 
-def lazy_output(kind: str, loss: Tensor, logits: Callable[[], Tensor], **others: Any) -> Any:
+def lazy_output(kind: str, loss: Tensor | DeferredLoss, logits: Callable[[], Tensor], **others: Any) -> Any:
     """An output of this class of transformers.modeling_outputs whose logits are computed when they are first accessed."""
-    output = _lazy_output_class(kind)(loss=loss, **others)
+    deferred = isinstance(loss, DeferredLoss)
+    output = _lazy_output_class(kind)(loss=None if deferred else loss, **others)
     object.__setattr__(output, "_compute_logits", logits)
+    if deferred:
+        object.__setattr__(output, "_deferred_loss", loss)
     return output
 
 

@@ -60,7 +60,7 @@ class _ModelLoss(trl.SFTTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        plain = self.args.loss_type == "nll" and not self.args.label_smoothing_factor and not self.aux_loss_enabled
+        plain = self.args.loss_type == "nll" and not self.aux_loss_enabled
         # TRL has replaced `forward` in the instance, where it would hide Stoker's.
         self._scored = base.__dict__.pop("forward", None) if plain else None
 
