@@ -26,6 +26,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "train", "Train", "fine-tune a model: question answering, classification, language models", "stoker.cli.train"
     ),
+    Command("use", "Train", "try a trained model: classify, tag, search, rerank, fill, answer, chat", "stoker.cli.use"),
     Command("ask", "Train", "ask a trained model about a text", "stoker.cli.ask"),
     Command("chat", "Train", "talk to a language model in the terminal", "stoker.cli.chat"),
     Command("report", "Train", "generate the report page of a run from its log", "stoker.cli.report"),

@@ -1,0 +1,1 @@
+"""`stoker use`: tries a trained model of any kind on texts."""
