@@ -333,6 +333,9 @@ STOKER_API const char* stoker_comm_opening_error(void);
 // The address that other processes attach to. Valid as long as the handle.
 STOKER_API const char* stoker_comm_address(void* group);
 
+// Waits until all ranks are attached, at most `seconds`: -1 if they are, else the first rank that is not.
+STOKER_API int32_t stoker_comm_await_all(void* group, double seconds);
+
 // Removes the address; no process can attach any more.
 STOKER_API void stoker_comm_seal(void* group);
 
@@ -376,3 +379,21 @@ STOKER_API int32_t stoker_comm_alltoall(void* group, const void* const* sources,
 
 // Returns when all ranks have called it.
 STOKER_API int32_t stoker_comm_barrier(void* group);
+
+// A pipe of bytes leads from every rank to every other. These calls do not wait, except for sleep; one thread at a time may call
+// them, beside the one that calls collectives.
+// Bytes that were accepted, from the beginning of `data`, or -1: there is no memory (stoker_comm_opening_error).
+STOKER_API int64_t stoker_comm_write(void* group, int32_t to, const void* data, int64_t bytes);
+
+// Bytes that were there, at most `bytes`.
+STOKER_API int64_t stoker_comm_read(void* group, int32_t source, void* data, int64_t bytes);
+
+// Changes with every write to this rank, and with every read by others of what this rank wrote.
+STOKER_API int64_t stoker_comm_bell(void* group);
+
+// Sleeps until the bell is no longer `seen`, at most `seconds`: 1 if it has changed, else 0. ring ends a sleep of this rank.
+STOKER_API int32_t stoker_comm_sleep(void* group, int64_t seen, double seconds);
+STOKER_API void stoker_comm_ring(void* group);
+
+// "has died", "has left the group", or null for a rank that is there.
+STOKER_API const char* stoker_comm_gone(void* group, int32_t rank);

@@ -5,6 +5,7 @@ STOKER_REQUIRE=root,netns,... turns those skips into failures: .ci/run sets it f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -155,11 +156,22 @@ def _memory_directory() -> str | None:
         return None
 
 
+@contextlib.contextmanager
+def _directory_in_memory(purpose: str) -> Iterator[Path]:
+    """A temporary directory; removes those of test runs that were killed before they could."""
+    parent = _memory_directory() or tempfile.gettempdir()
+    for left in Path(parent).glob("stoker-tests-*"):
+        if not Path("/proc", left.name.split("-")[2]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"stoker-tests-{os.getpid()}-{purpose}-", dir=parent) as directory:
+        yield Path(directory)
+
+
 @pytest.fixture
 def tree_path() -> Iterator[Path]:
     """A temporary directory for the /proc and /sys of a recorded machine, in memory: they are thousands of files."""
-    with tempfile.TemporaryDirectory(prefix="stoker-tree-", dir=_memory_directory()) as directory:
-        yield Path(directory)
+    with _directory_in_memory("tree") as directory:
+        yield directory
 
 
 @pytest.fixture(scope="session")
@@ -169,11 +181,11 @@ def recorded_root() -> Iterator[Callable[[str], Path]]:
     from machine.recorded.machines import MACHINES
 
     roots: dict[str, Path] = {}
-    with tempfile.TemporaryDirectory(prefix="stoker-recorded-", dir=_memory_directory()) as directory:
+    with _directory_in_memory("recorded") as directory:
 
         def root(name: str) -> Path:
             if name not in roots:
-                roots[name] = lay_out(MACHINES[name](), Path(directory) / name)
+                roots[name] = lay_out(MACHINES[name](), directory / name)
             return roots[name]
 
         yield root

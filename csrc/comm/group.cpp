@@ -1,37 +1,20 @@
 // Waiting, failing and error messages: everything of a group but the collectives themselves.
 #include "comm/group.h"
 
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <climits>
 #include <cstdio>
 #include <cstring>
 
 #include "comm/rank_reduction.h"
 #include "comm/stream.h"
+#include "comm/waiting.h"
 
 namespace stoker::comm {
 namespace {
-
-constexpr int kLongestSpin = 2048;  // pauses: 30 to 60 us, about what another core needs for a piece
-constexpr int kShortestSpin = 16;
-
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value, const timespec* timeout) {
-  return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(word), operation, value, timeout, nullptr, 0);
-}
 
 bool reached(std::uint32_t value, std::uint32_t target) { return static_cast<std::int32_t>(value - target) >= 0; }
 
@@ -40,22 +23,12 @@ int usable_cores() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-// Whether the process of `block` is known to have died without leaving the group. A process in another pid namespace, or one
-// whose /proc entry cannot be read, may be alive: then only the timeout helps.
-bool has_died(const RankBlock& block, const RankBlock& own) {
-  const std::uint64_t started = block.started.load();
-  if (block.state.load() == 0 || !started || !block.pids.load() || block.pids.load() != own.pids.load()) return false;
-  const std::uint64_t now = process_start(block.pid);
-  const bool gone = now ? now != started : errno == ESRCH;
-  return gone && block.state.load() == 1;
-}
-
 }  // namespace
 
 Group::Group(Segment segment, int rank)
     : segment_(std::move(segment)), rank_(rank), ranks_(static_cast<int>(segment_.header().ranks)),
       slot_bytes_(static_cast<std::int64_t>(segment_.header().slot_bytes)), checked_(ranks_, 0),
-      verified_(ranks_, 0), spin_(kLongestSpin), timeout_(std::chrono::minutes(30)) {
+      verified_(ranks_, 0), reserved_(ranks_, 0), spin_(kLongestSpin), timeout_(std::chrono::minutes(30)) {
   if (rank < 0 || rank >= ranks_) throw Error(STOKER_COMM_ARGUMENT, "rank " + std::to_string(rank) + " is not in the segment");
   // A rank that is pinned to one core sees one usable core: then every rank has its own, and spinning is right.
   const int cores = usable_cores();
@@ -72,6 +45,20 @@ Group::Group(Segment segment, int rank)
 
 Group::~Group() {
   if (own_block().pid == getpid()) own_block().state = 2;  // a child of fork() has a copy of this object, but is not the rank
+}
+
+int Group::await_all(double seconds) {
+  const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
+  int tries = 0;
+  for (int rank = 0; rank < ranks_;) {
+    if (segment_.block(rank).state.load(std::memory_order_acquire)) {
+      ++rank;
+    } else {
+      if (Clock::now() > deadline) return rank;
+      usleep(++tries < 20 ? 50 : 500);
+    }
+  }
+  return -1;
 }
 
 void Group::set_timeout(double seconds) {
@@ -182,10 +169,7 @@ void Group::sleep_for(int rank, Counter& counter, std::uint32_t target) {
     counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const std::uint32_t value = counter.value.load(std::memory_order_seq_cst);
     long outcome = 0;
-    if (!reached(value, target)) {
-      const timespec slice{slice_us / 1000000, slice_us % 1000000 * 1000};
-      outcome = futex(&counter.value, FUTEX_WAIT, value, &slice);
-    }
+    if (!reached(value, target)) outcome = futex_wait(counter.value, value, slice_us);
     counter.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (reached(counter.value.load(std::memory_order_acquire), target)) return;
     if (!outcome) continue;
@@ -230,7 +214,7 @@ void Group::check_others(int rank, Clock::time_point since) {
   const double seconds = std::chrono::duration<double>(timeout_).count();
   char waited[32];
   std::snprintf(waited, sizeof(waited), "%.3g", seconds);
-  give_up(STOKER_COMM_TIMEOUT, name(rank_) + " waited " + waited + " s in " + operation + " for " + missing);
+  give_up(STOKER_COMM_TIMEOUT, "timeout: " + name(rank_) + " waited " + waited + " s in " + operation + " for " + missing);
 }
 
 void Group::check_signature(int rank) {

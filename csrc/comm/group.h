@@ -45,6 +45,7 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   Segment& segment() { return segment_; }
+  int await_all(double seconds);  // the first rank that is not attached within that time, or -1
   void set_timeout(double seconds);
   void set_names(const std::int64_t* ranks) { names_.assign(ranks, ranks + ranks_); }  // the ranks' numbers in error messages
   void abort(const std::string& why);
@@ -60,6 +61,14 @@ class Group {
   void alltoall(const void* const* from, const std::int64_t* sent, void* const* to, const std::int64_t* received);
   void barrier();
 
+  // Pipes (pipe.cpp): a stream of bytes from every rank to every other. No call waits; one thread at a time per pipe and end.
+  std::int64_t write(int to, const void* from, std::int64_t bytes);  // how many bytes were accepted
+  std::int64_t read(int from, void* to, std::int64_t bytes);         // how many bytes were there
+  std::uint32_t bell() { return own_block().bell.value.load(std::memory_order_seq_cst); }
+  void ring() { ring(rank_); }  // ends a sleep of this rank
+  bool sleep(std::uint32_t seen, double seconds);  // until the bell differs from `seen`; false: it did not within `seconds`
+  const char* gone(int rank);  // "has died", "has left the group", or null
+
  private:
   using Clock = std::chrono::steady_clock;
 
@@ -71,6 +80,7 @@ class Group {
   std::int64_t agree_on_lengths(const std::int64_t* sent, const std::int64_t* received);
   void allreduce_small(void* data, std::int64_t count, int type, int op, int root);
   void publish(Counter& counter, std::uint32_t value);
+  void ring(int rank);
   void put(void* to, const void* from, std::int64_t bytes);  // into a slot, with the kind of store that measured faster
   void claim(std::uint32_t piece);  // waits until this rank's slot for `piece` may be written
   void copied(std::uint32_t piece) { publish(own_block().copied, piece + 1); }
@@ -96,6 +106,7 @@ class Group {
   std::vector<char> checked_;  // per rank: signature compared in this operation
   std::vector<std::int64_t> names_;
   std::vector<std::uint64_t> verified_;  // per rank: up to which operation its signatures were compared
+  std::vector<char> reserved_;  // per rank: whether the pipe to it has memory
   Trial trial_;
   bool streaming_ = false;
   int spin_;

@@ -62,6 +62,7 @@ STOKER_API void* stoker_comm_attach(const char* address, int32_t rank) {
 }
 
 STOKER_API const char* stoker_comm_address(void* group) { return static_cast<Group*>(group)->segment().address().c_str(); }
+STOKER_API int32_t stoker_comm_await_all(void* group, double seconds) { return static_cast<Group*>(group)->await_all(seconds); }
 STOKER_API void stoker_comm_seal(void* group) { static_cast<Group*>(group)->segment().seal(); }
 STOKER_API void stoker_comm_destroy(void* group) { delete static_cast<Group*>(group); }
 STOKER_API void stoker_comm_abort(void* group, const char* why) {
@@ -112,3 +113,23 @@ STOKER_API int32_t stoker_comm_alltoall(void* handle, const void* const* sources
 STOKER_API int32_t stoker_comm_barrier(void* handle) {
   return collective(handle, [&](Group& group) { group.barrier(); });
 }
+
+STOKER_API int64_t stoker_comm_write(void* handle, int32_t to, const void* data, int64_t bytes) {
+  try {
+    return static_cast<Group*>(handle)->write(to, data, bytes);
+  } catch (const std::exception& error) {
+    opening_error = error.what();
+    return -1;
+  }
+}
+
+STOKER_API int64_t stoker_comm_read(void* handle, int32_t source, void* data, int64_t bytes) {
+  return static_cast<Group*>(handle)->read(source, data, bytes);
+}
+
+STOKER_API int64_t stoker_comm_bell(void* handle) { return static_cast<Group*>(handle)->bell(); }
+STOKER_API int32_t stoker_comm_sleep(void* handle, int64_t seen, double seconds) {
+  return static_cast<Group*>(handle)->sleep(static_cast<uint32_t>(seen), seconds);
+}
+STOKER_API void stoker_comm_ring(void* handle) { static_cast<Group*>(handle)->ring(); }
+STOKER_API const char* stoker_comm_gone(void* handle, int32_t rank) { return static_cast<Group*>(handle)->gone(rank); }

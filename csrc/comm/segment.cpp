@@ -1,14 +1,17 @@
 #include "comm/segment.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <new>
 
 namespace stoker::comm {
@@ -19,6 +22,14 @@ std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1
 std::size_t blocks_offset() { return round_up(sizeof(Header), 4096); }
 
 std::size_t slots_offset(int ranks) { return round_up(blocks_offset() + sizeof(RankBlock) * ranks, 4096); }
+
+std::size_t pipes_offset(int ranks, std::size_t slot_bytes) { return slots_offset(ranks) + slot_bytes * kSlots * ranks; }
+
+// Up to 256 KB, less where there are many pairs of ranks.
+std::size_t pipe_bytes(int ranks) {
+  const std::size_t pairs = static_cast<std::size_t>(ranks) * ranks;
+  return std::clamp<std::size_t>((std::size_t{64} << 20) / pairs / 4096 * 4096, 4096, 256 << 10);
+}
 
 [[noreturn]] void fail(const std::string& what, int error) {
   throw Error(STOKER_COMM_SYSTEM, what + ": " + std::strerror(error));
@@ -34,6 +45,31 @@ std::string hex(std::uint64_t value) {
   char text[17];
   std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(value));
   return text;
+}
+
+constexpr const char* kPrefix = "stoker-";
+
+// The process that creates a named segment, as part of the name: pid namespace, pid, and start time, since a pid may be reused.
+std::string owner_of(pid_t pid) {
+  return std::to_string(pid_namespace()) + "-" + std::to_string(pid) + "-" + std::to_string(process_start(pid));
+}
+
+// Removes named segments of this user whose creator was killed before it could. Those of other pid namespaces may be in use.
+void remove_leftovers() {
+  const std::unique_ptr<DIR, int (*)(DIR*)> directory(opendir("/dev/shm"), closedir);
+  if (!directory) return;
+  while (const dirent* entry = readdir(directory.get())) {
+    unsigned long long space = 0, started = 0;
+    long long pid = 0;
+    const std::string pattern = std::string(kPrefix) + "%llu-%lld-%llu-";
+    if (std::sscanf(entry->d_name, pattern.c_str(), &space, &pid, &started) != 3 || !space || space != pid_namespace()) continue;
+    const std::uint64_t now = process_start(pid);
+    if (now ? now == started : errno != ESRCH) continue;
+    struct stat status {};
+    if (fstatat(dirfd(directory.get()), entry->d_name, &status, AT_SYMLINK_NOFOLLOW) == 0 && status.st_uid == geteuid() &&
+        S_ISREG(status.st_mode))
+      shm_unlink((std::string("/") + entry->d_name).c_str());
+  }
 }
 
 }  // namespace
@@ -80,7 +116,8 @@ Segment Segment::create(int ranks, std::int64_t slot_bytes, bool named) {
   Segment segment;
   const std::uint64_t nonce = random_bits();
   if (named) {
-    segment.name_ = "/stoker-" + hex(random_bits()) + hex(random_bits());
+    remove_leftovers();
+    segment.name_ = std::string("/") + kPrefix + owner_of(getpid()) + "-" + hex(random_bits()) + hex(random_bits());
     segment.descriptor_ = shm_open(segment.name_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (segment.descriptor_ < 0) {
       const int error = errno;
@@ -94,16 +131,18 @@ Segment Segment::create(int ranks, std::int64_t slot_bytes, bool named) {
     if (fchmod(segment.descriptor_, 0600)) fail("cannot restrict shared memory to this user", errno);
     segment.address_ = "memfd:" + std::to_string(getpid()) + ":" + std::to_string(segment.descriptor_) + ":" + hex(nonce);
   }
-  const std::size_t bytes = slots_offset(ranks) + static_cast<std::size_t>(slot_bytes) * kSlots * ranks;
+  const std::size_t pipes = pipes_offset(ranks, static_cast<std::size_t>(slot_bytes));
+  const std::size_t bytes = pipes + pipe_bytes(ranks) * ranks * ranks;
   if (ftruncate(segment.descriptor_, static_cast<off_t>(bytes))) fail("cannot size shared memory", errno);
-  // Reserved now, because a full /dev/shm would be a SIGBUS later.
-  if (const int error = posix_fallocate(segment.descriptor_, 0, static_cast<off_t>(bytes)))
-    fail("cannot reserve " + std::to_string(bytes >> 10) + " KB of shared memory", error);
+  // Reserved now, because a full /dev/shm would be a SIGBUS later. A memfd has no such limit.
+  if (const int error = named ? posix_fallocate(segment.descriptor_, 0, static_cast<off_t>(pipes)) : 0)
+    fail("cannot reserve " + std::to_string(pipes >> 10) + " KB of shared memory", error);
   segment.map(segment.descriptor_, bytes);
   Header& header = *new (segment.base_) Header{};
   header.ranks = static_cast<std::uint32_t>(ranks);
   header.slots = kSlots;
   header.slot_bytes = static_cast<std::uint64_t>(slot_bytes);
+  header.pipe_bytes = pipe_bytes(ranks);
   header.bytes = bytes;
   header.nonce = nonce;
   for (int rank = 0; rank < ranks; ++rank) new (&segment.block(rank)) RankBlock{};
@@ -161,7 +200,7 @@ Segment::~Segment() {
 }
 
 void Segment::map(int descriptor, std::size_t bytes) {
-  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor, 0);
+  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (base == MAP_FAILED) fail("cannot map shared memory", errno);
   base_ = base;
   bytes_ = bytes;
@@ -182,6 +221,21 @@ char* Segment::slot(int rank, std::uint32_t piece) const {
   const Header& head = header();
   const std::size_t index = static_cast<std::size_t>(rank) * kSlots + piece % kSlots;
   return static_cast<char*>(base_) + slots_offset(static_cast<int>(head.ranks)) + index * head.slot_bytes;
+}
+
+Pipe& Segment::pipe(int from, int to) const {
+  const Header& head = header();
+  const std::size_t index = static_cast<std::size_t>(from) * head.ranks + to;
+  return *reinterpret_cast<Pipe*>(static_cast<char*>(base_) + pipes_offset(static_cast<int>(head.ranks), head.slot_bytes) +
+                                  index * head.pipe_bytes);
+}
+
+void Segment::reserve_pipe(int from, int to) {
+#if defined(MADV_POPULATE_WRITE)
+  // Kernels before 5.14 answer EINVAL: then the memory is taken when it is written.
+  if (madvise(&pipe(from, to), header().pipe_bytes, MADV_POPULATE_WRITE) && errno != EINVAL)
+    fail("cannot reserve " + std::to_string(header().pipe_bytes >> 10) + " KB of shared memory for messages", errno);
+#endif
 }
 
 }  // namespace stoker::comm

@@ -1,8 +1,10 @@
-// The memory that the ranks of one host share: a header, a block of counters per rank, and a ring of slots per rank.
+// The memory that the ranks of one host share: a header, a block of counters per rank, a ring of slots per rank for collectives,
+// and a pipe from every rank to every other for messages. Pages take memory only once they are used.
 //
 // The segment is a memfd wherever the ranks can open each other's descriptors: it has no name, so it cannot be guessed, leaves
 // nothing behind however a process ends, and does not count against /dev/shm. Elsewhere it is a POSIX shared memory object of
-// mode 0600 with 128 random bits in its name, unlinked as soon as all ranks are attached.
+// mode 0600 with 128 random bits in its name, unlinked as soon as all ranks are attached. If a process is killed before that, the
+// next one that creates such an object removes it: the name says who created it.
 #pragma once
 
 #include <atomic>
@@ -15,7 +17,7 @@
 
 namespace stoker::comm {
 
-constexpr std::uint64_t kMagic = 0x334d4d4f434b4f54ull;  // changes whenever the structures below change
+constexpr std::uint64_t kMagic = 0x344d4d4f434b4f54ull;  // changes whenever the structures below change
 constexpr int kRing = 16;      // signatures kept per rank; more than a rank can run ahead of another (kSlots)
 constexpr int kSlots = 4;      // pieces in flight per rank: one being read, one reduced, one copied in, one to spare
 constexpr int kMostRanks = 1024;
@@ -44,6 +46,7 @@ struct alignas(64) RankBlock {
   Counter copied;   // pieces copied into this rank's slots
   Counter reduced;  // pieces of which this rank has reduced its share
   Counter taken;    // pieces this rank will not read again
+  Counter bell;     // counts changes of the pipes of this rank
   std::atomic<std::uint64_t> sequence;  // the operation it is in, or was in last
   std::atomic<std::int64_t> pid;
   std::atomic<std::uint64_t> started;  // of the process, from /proc, because a pid may be reused
@@ -52,10 +55,17 @@ struct alignas(64) RankBlock {
   Signature signatures[kRing];
 };
 
+// Bytes on their way from one rank to another; `written` and `read` count them from the beginning. The data follows.
+struct alignas(64) Pipe {
+  std::atomic<std::uint64_t> written;
+  alignas(64) std::atomic<std::uint64_t> read;
+  char* data() { return reinterpret_cast<char*>(this) + sizeof(Pipe); }
+};
+
 struct alignas(64) Header {
   std::uint64_t magic, nonce;
   std::uint32_t ranks, slots;
-  std::uint64_t slot_bytes, bytes;
+  std::uint64_t slot_bytes, pipe_bytes, bytes;
   std::atomic<std::uint32_t> failed;  // 0, or 1 + the rank that failed first
   std::atomic<std::uint32_t> failure_written;
   char failure[448];
@@ -74,6 +84,8 @@ class Segment {
   Header& header() const { return *static_cast<Header*>(base_); }
   RankBlock& block(int rank) const;
   char* slot(int rank, std::uint32_t piece) const;
+  Pipe& pipe(int from, int to) const;
+  void reserve_pipe(int from, int to);  // throws Error if there is no memory for it, instead of a signal when it is written
   void seal();  // removes the name, once all ranks are attached
 
  private:

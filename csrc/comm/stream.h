@@ -22,7 +22,10 @@ inline void stream(void* to, const void* from, std::int64_t bytes) {
   }
   std::memcpy(target, source, static_cast<std::size_t>(head));
   std::int64_t at = head;
-#if defined(__AVX__)
+#if defined(__AVX512F__)
+  for (; at + 64 <= bytes; at += 64)  // a whole cache line at once, so none is written in two halves
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target + at), _mm512_loadu_si512(source + at));
+#elif defined(__AVX__)
   for (; at + 64 <= bytes; at += 64) {
     const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + at));
     const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + at + 32));

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import stat
@@ -32,7 +33,7 @@ def test_names_cannot_be_guessed_and_only_the_user_can_open_them() -> None:
         names = [address.split(":")[1] for address in addresses]
         assert names[0] != names[1]
         for name in names:
-            assert len(name.removeprefix("/stoker-")) == 32
+            assert re.fullmatch(rf"/stoker-\d+-{os.getpid()}-\d+-[0-9a-f]{{32}}", name)
             assert stat.S_IMODE(os.stat(f"/dev/shm{name}").st_mode) == 0o600
         lib.stoker_comm_seal(handles[0])
         assert not Path(f"/dev/shm{names[0]}").exists()
@@ -40,6 +41,30 @@ def test_names_cannot_be_guessed_and_only_the_user_can_open_them() -> None:
         for handle in handles:
             lib.stoker_comm_destroy(handle)
     assert not any(Path(f"/dev/shm{name}").exists() for name in names)
+
+
+def test_names_left_by_dead_processes_are_removed_by_the_next_one() -> None:
+    """A job that is killed before all its ranks are attached leaves a file in /dev/shm."""
+    lib = native.library()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, lib.stoker_comm_address(create(1)))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    stale = Path("/dev/shm" + os.read(reader, 200).decode().split(":")[1])
+    own = create(1)
+    try:
+        running = Path("/dev/shm" + lib.stoker_comm_address(own).decode().split(":")[1])
+        elsewhere = running.with_name(running.name.replace("stoker-", "stoker-1", 1))  # of another pid namespace
+        elsewhere.touch(mode=0o600)
+        assert not stale.exists()
+        lib.stoker_comm_destroy(create(1))
+        assert running.exists()
+        assert elsewhere.exists()
+        elsewhere.unlink()
+    finally:
+        lib.stoker_comm_destroy(own)
 
 
 def test_a_segment_of_another_job_is_refused() -> None:
@@ -138,8 +163,8 @@ def test_counters_advance_on_ranks_that_only_receive() -> None:
     finally:
         lib.stoker_comm_destroy(other)
         lib.stoker_comm_destroy(handle)
-    # A page for the header; then a block for each rank of 1024 bytes (csrc/comm/segment.h), its counters on lines of 64.
-    for block in (4096, 4096 + 1024):
+    # A page for the header; then a block for each rank of 1088 bytes (csrc/comm/segment.h), its counters on lines of 64.
+    for block in (4096, 4096 + 1088):
         copied, reduced, taken = (
             int.from_bytes(content[at : at + 4], "little") for at in range(block, block + 192, 64)
         )
