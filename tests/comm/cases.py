@@ -6,6 +6,7 @@ Values are small integers, whose sums are exact in every type, so results are co
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,6 +151,10 @@ def complex_numbers(rank: int, size: int) -> None:
     total = x.clone()
     dist.reduce(total, 0)
     assert rank != 0 or torch.equal(total.real, want)
+    total = x.clone()
+    group: Any = dist.group.WORLD
+    group.allreduce([total]).wait()
+    assert torch.equal(total.real, want)
     out = torch.empty(1000, dtype=torch.complex64)
     dist.reduce_scatter(out, [x.clone() for _ in range(size)])
     assert torch.equal(out.real, want)
@@ -259,6 +264,145 @@ def tags_keep_messages_apart(rank: int, size: int) -> None:
             x = torch.empty(3)
             dist.recv(x, 0, tag=tag)
             assert x.tolist() == [tag] * 3
+
+
+def messages_wait_for_their_tag(rank: int, size: int) -> None:
+    """Hundreds of messages, larger together than the pipe between two ranks, received in reverse order."""
+    tags = range(1000, 1300)
+    if rank == 0:
+        works = [dist.isend(torch.full((2000,), float(tag)), 1, tag=tag) for tag in tags]
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        x = torch.empty(2000)
+        for tag in reversed(tags):
+            dist.recv(x, 0, tag=tag)
+            assert x.unique().tolist() == [tag]
+
+
+def messages_of_one_tag_keep_their_order(rank: int, size: int) -> None:
+    if rank == 0:
+        for number in range(20):
+            dist.send(torch.full((number * 5000,), float(number)), 1, tag=7)
+    elif rank == 1:
+        received = [torch.empty(number * 5000) for number in range(20)]
+        works = [dist.irecv(x, 0, tag=7) for x in received]
+        for number, (x, work) in enumerate(zip(received, works, strict=True)):
+            work.wait()
+            assert x.tolist() == [float(number)] * (number * 5000)
+
+
+def receive_from_any_source(rank: int, size: int) -> None:
+    dist.barrier()
+    if rank == 0:
+        x, sources = torch.empty(3), set()
+        for _ in range(size - 1):
+            source = dist.recv(x, tag=9)
+            assert x.tolist() == [float(source)] * 3
+            sources.add(source)
+        assert sources == set(range(1, size))
+    else:
+        dist.send(torch.full((3,), float(rank)), 0, tag=9)
+    dist.barrier()
+
+
+def messages_use_no_thread_and_no_memory_per_tag(rank: int, size: int) -> None:
+    """The second hundred of tags finds everything there."""
+
+    def usage() -> tuple[int, int]:
+        with open("/proc/self/status") as status:
+            threads = next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
+        with open("/proc/self/maps") as maps:
+            return threads, sum("stoker" in line for line in maps)
+
+    x, before = torch.ones(100), (0, 0)
+    for tag in range(200):
+        _ = dist.send(x, 1, tag=tag) if rank == 0 else dist.recv(x, 0, tag=tag) if rank == 1 else None
+        if tag == 99:
+            before = usage()
+    assert usage() == before
+
+
+def sequence_numbers(rank: int, size: int) -> None:
+    """All ranks have counted the same collectives; messages are not counted, since only two ranks know of them."""
+    group = dist.new_group()
+    backend = group._get_backend(torch.device("cpu"))  # the group itself passes the question on to torch's own backends only
+    start = backend._get_sequence_number_for_group()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2), group=group)
+    dist.barrier(group=group)
+    if rank < 2:
+        _ = dist.send(torch.ones(1), 1, group=group) if rank == 0 else dist.recv(torch.ones(1), 0, group=group)
+    numbers: list[object] = [None] * size
+    dist.all_gather_object(numbers, backend._get_sequence_number_for_group() - start)
+    assert len(set(numbers)) == 1
+    assert numbers[0] >= 4  # type: ignore[operator]
+
+
+def sparse_allreduce(rank: int, size: int) -> None:
+    """Ranks share some rows, have some alone, and one has none; rows are vectors, as in the gradient of an embedding."""
+    rows = [] if rank == 1 else [rank, 5, 5]
+    x = torch.sparse_coo_tensor(torch.tensor([rows], dtype=torch.int64), torch.full((len(rows), 4), float(rank + 1)), (8, 4))
+    want = torch.zeros(8, 4)
+    for other in range(size):
+        for row in [] if other == 1 else [other, 5, 5]:
+            want[row] += other + 1
+    dist.all_reduce(x)
+    assert x.is_sparse
+    assert torch.equal(x.to_dense(), want)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(10, 3, sparse=True))
+    model(torch.tensor([rank, 9])).sum().backward()
+    gradient = model.module.weight.grad
+    assert gradient.is_sparse
+    assert gradient.to_dense()[9].tolist() == [1.0] * 3
+    assert gradient.to_dense()[rank].tolist() == [1.0 / size] * 3
+
+
+def several_tensors(rank: int, size: int) -> None:
+    """The tensors of one call are contributions to one result; the methods of a group take them, the functions of dist do not."""
+    group: Any = dist.group.WORLD
+    for op, want in (("SUM", sum(range(2 * size))), ("MAX", 2 * size - 1), ("PRODUCT", 0)):
+        pair = [torch.full((3,), 2.0 * rank), torch.full((3,), 2.0 * rank + 1)]
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, op)
+        group.allreduce(pair, options).wait()
+        assert [x.tolist() for x in pair] == [[float(want)] * 3] * 2
+    pair = [torch.full((3,), 2.0 * rank), torch.full((3,), 2.0 * rank + 1)]
+    choice = dist.BroadcastOptions()
+    choice.rootRank, choice.rootTensor = 1, 1
+    group.broadcast(pair, choice).wait()
+    assert [x.tolist() for x in pair] == [[3.0] * 3] * 2
+    lists = [[torch.zeros(1) for _ in range(2 * size)] for _ in range(2)]
+    group.allgather(lists, [torch.tensor([2.0 * rank]), torch.tensor([2.0 * rank + 1])]).wait()
+    assert [[x.item() for x in one] for one in lists] == [[float(i) for i in range(2 * size)]] * 2
+
+
+def aliased_tensors(rank: int, size: int) -> None:
+    """Each tensor of a list is reduced as it was before the call, also where two share memory."""
+    x = torch.ones(4)
+    dist.all_reduce_coalesced([x, x])
+    assert x.tolist() == [float(size)] * 4
+    y = torch.ones(6)
+    dist.all_reduce_coalesced([y[:4], y[2:]])
+    assert y.tolist() == [float(size)] * 6
+
+
+def gather_has_a_future(rank: int, size: int) -> None:
+    group: Any = dist.group.WORLD
+    for root in range(size):
+        options = dist.GatherOptions()
+        options.rootRank = root
+        out = [[torch.empty(2) for _ in range(size)]] if rank == root else []
+        found = group.gather(out, [torch.full((2,), float(rank))], options).get_future().wait()
+        if rank == root:
+            assert [x.tolist() for x in found] == [[float(other)] * 2 for other in range(size)]
+
+
+def inference_tensors(rank: int, size: int) -> None:
+    with torch.inference_mode():
+        x = torch.full((2, 3), float(rank)).t()  # not contiguous: the result is copied back
+        dist.all_reduce(x)
+        assert x.unique().tolist() == [float(sum(range(size)))]
 
 
 def objects(rank: int, size: int) -> None:
@@ -448,7 +592,6 @@ def error_of_compressed_gradients(rank: int, size: int, name: str) -> float:
 def feedback_follows_reordered_parameters(rank: int, size: int) -> None:
     """DDP may reorder the parameters of a bucket after the first step without changing its size."""
     from types import SimpleNamespace
-    from typing import Any
 
     from stoker.distributed.compression import Bf16Hook
 
@@ -468,7 +611,6 @@ def feedback_follows_reordered_parameters(rank: int, size: int) -> None:
 def feedback_drops_values_that_are_not_finite(rank: int, size: int) -> None:
     """A gradient that overflowed must not affect the next ones."""
     from types import SimpleNamespace
-    from typing import Any
 
     from stoker.distributed.compression import Bf16Hook
 

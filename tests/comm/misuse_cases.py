@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,34 +26,59 @@ def refused(call: Callable[[], object], reason: str) -> None:
     assert reason in outcome, outcome
 
 
+def root(rank: int) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = rank
+    return options
+
+
 def tensors_that_do_not_fit(rank: int, size: int) -> None:
     short, long, many = torch.ones(4), torch.ones(100_000), torch.ones(100_000 * size)
     several, longs = [torch.zeros(4) for _ in range(size)], [torch.zeros(100_000) for _ in range(size)]
     alone, one_type = [torch.zeros(4)], "all must have the same type"
-    missing = f"a list of 1 tensors for a group of {size}"
+    missing = f"list size 1. {{}} list size should be {size}"
+    no_input, no_output = missing.format("Input"), missing.format("Output")
+    group: Any = dist.group.WORLD
     whole = torch.zeros(4, dtype=torch.int64)
+    maximum = dist.AllreduceOptions()
+    maximum.reduceOp = dist.ReduceOp.MAX
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: dist.all_gather(alone, short), missing),
+        (lambda: dist.all_gather(alone, short), no_output),
         (lambda: dist.all_gather(longs, short), "an input of 4 elements does not fit an output of 100000"),
         (lambda: dist.all_gather_into_tensor(many, short), "an input of 4 elements does not fit"),
         (lambda: dist.all_gather_into_tensor(torch.zeros(4 * size, dtype=torch.int64), short), one_type),
         (lambda: dist.reduce_scatter_tensor(short, many), "does not fit an output of 4"),
         (lambda: dist.reduce_scatter_tensor(whole, torch.ones(4 * size)), one_type),
-        (lambda: dist.reduce_scatter(short, alone), missing),
-        (lambda: dist.all_to_all(alone, alone), missing),
+        (lambda: dist.reduce_scatter(short, alone), no_input),
+        (lambda: dist.all_to_all(alone, alone), no_input),
         (lambda: dist.all_to_all(several, longs), "an input of 100000 elements does not fit an output of 4"),
         (lambda: dist.all_to_all_single(short, torch.ones(size * 100_000), [4] + [0] * (size - 1)), "does not fit"),
         (lambda: dist.all_to_all_single(torch.ones(size + 1), torch.ones(size)), "cannot be divided among"),
         (lambda: dist.send(short, size), ""),
-        (lambda: dist.recv(short), "pass src to recv"),
-        (lambda: dist.broadcast(short, size), f"no rank {size} to be the root"),
+        (lambda: group.send([short], rank, 0), "to itself"),
+        (lambda: group.recv([short], rank, 0), "from itself"),
+        (lambda: group.send([short, short], 1 - min(rank, 1), 0), "requires a single-element input tensor list"),
+        (lambda: dist.broadcast(short, size), f"invalid root rank {size}"),
+        (lambda: dist.reduce(short, size), f"invalid root rank {size}"),
+        (lambda: dist.gather(short, None, size), f"invalid root rank {size}"),
+        (lambda: dist.scatter(short, None, size), f"invalid root rank {size}"),
+        (lambda: group.broadcast([], root(0)), "invalid root tensor"),
+        (lambda: group.broadcast([short, whole], root(0)), "invalid tensor type"),
+        (lambda: group.broadcast([short, long], root(0)), "invalid tensor size"),
+        (lambda: group.allreduce([]), "requires non-empty tensor list"),
+        (lambda: group.allreduce([short, long]), "invalid tensor size"),
+        (lambda: group.allreduce([torch.ones(3).to_sparse()], maximum), "unsupported reduction operation"),
+        (lambda: group.allreduce_coalesced([]), "requires non-empty tensor list"),
+        (lambda: group.allgather([], []), "requires non-empty input tensor list"),
+        (lambda: group.allgather_into_tensor_coalesced([], []), "at least one"),
+        (lambda: group.reduce_scatter_tensor_coalesced([], []), "at least one"),
         (lambda: dist.all_gather_coalesced([alone], alone), ""),
     ]
     if rank == 0:
         calls += [
             (lambda: dist.gather(long, several, 0), "an input of 100000 elements does not fit an output of 4"),
-            (lambda: dist.gather(short, alone, 0), missing),
-            (lambda: dist.scatter(short, alone, 0), missing),
+            (lambda: dist.gather(short, alone, 0), no_output),
+            (lambda: dist.scatter(short, alone, 0), no_input),
             (lambda: dist.scatter(long, several, 0), "an input of 4 elements does not fit an output of 100000"),
         ]
     for call, reason in calls:
@@ -76,7 +102,13 @@ def messages_of_another_length(rank: int, size: int) -> None:
     if rank == 0:
         dist.send(torch.ones(5), 1, tag=77)
     elif rank == 1:
-        refused(lambda: dist.recv(torch.ones(4), 0, tag=77), "rank 0 in message of 20 bytes from rank 0")
+        refused(
+            lambda: dist.recv(torch.ones(4), 0, tag=77), "rank 0 sent a message of 20 bytes with tag 77, and rank 1"
+        )
+    if rank == 0:
+        dist.send(torch.ones(4), 1, tag=77)
+    elif rank == 1:
+        dist.recv(torch.ones(4), 0, tag=77)  # the message that did not fit is gone
 
 
 def groups_that_are_gone(rank: int, size: int) -> None:
@@ -99,10 +131,35 @@ def waiting_has_a_limit_of_its_own(rank: int, size: int) -> None:
     x = torch.ones(3)
     if rank == 0:
         work = dist.all_reduce(x, group=group, async_op=True)
-        refused(lambda: work.wait(timedelta(seconds=0.1)), "waited 0.1 s for an operation")
+        refused(lambda: work.wait(timedelta(seconds=0.1)), "timeout: rank 0 waited 0.1 s for an operation")
         dist.barrier()
         work.wait(timedelta(seconds=30))
     else:
         dist.barrier()
         dist.all_reduce(x, group=group)
     assert x.tolist() == [float(size)] * 3
+
+
+def messages_that_never_come(rank: int, size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    if rank == 0:
+        waiting = "timeout: rank 0 spent 0.3 s waiting for a message from"
+        refused(lambda: dist.recv(torch.ones(3), 1, group=group, tag=5), f"{waiting} rank 1 with tag 5")
+        refused(lambda: dist.recv(torch.ones(3), group=group, tag=6), f"{waiting} any rank with tag 6")
+    dist.barrier()
+    if rank < 2:  # the group still works
+        x = torch.ones(3) if rank == 1 else torch.zeros(3)
+        _ = dist.recv(x, 1, group=group) if rank == 0 else dist.send(x, 0, group=group)
+        assert x.tolist() == [1.0] * 3
+
+
+def monitored_barrier(rank: int, size: int) -> None:
+    """The method of a group; torch's function of this name takes gloo alone."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    group.monitored_barrier()
+    if rank == 0:
+        refused(
+            group.monitored_barrier,
+            "Rank 0 failed to pass monitoredBarrier: ccl: timeout: rank 0 waited 1 s in barrier",
+        )
+    dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,12 +18,15 @@ JOBS = {
 
 PLAIN = [
     "allreduce_bool", "allreduce_bits", "allreduce_of_transposed_memory", "allreduce_is_the_same_on_all_ranks",
-    "low_precision_sums_round_once", "nan_and_infinity_come_through", "allreduce_coalesced", "reduce", "allgather_uneven",
-    "allgather_coalesced", "complex_numbers", "feedback_follows_reordered_parameters",
+    "low_precision_sums_round_once", "nan_and_infinity_come_through", "allreduce_coalesced", "reduce",
+    "allgather_uneven", "allgather_coalesced", "complex_numbers", "feedback_follows_reordered_parameters",
     "feedback_drops_values_that_are_not_finite", "callbacks_may_communicate", "messages_from_many_threads",
     "reduce_scatter", "alltoall", "alltoall_single", "gather", "scatter", "barrier", "send_and_receive",
-    "exchange_in_a_ring", "tags_keep_messages_apart", "objects", "sub_groups", "async_work", "futures",
-    "async_order_is_free_between_groups", "data_parallel", "sharded_parallel", "zero_optimizer", "functional_collectives",
+    "exchange_in_a_ring", "tags_keep_messages_apart", "messages_wait_for_their_tag",
+    "messages_of_one_tag_keep_their_order", "receive_from_any_source", "messages_use_no_thread_and_no_memory_per_tag",
+    "sequence_numbers", "sparse_allreduce", "several_tensors", "aliased_tensors", "gather_has_a_future",
+    "inference_tensors", "objects", "sub_groups", "async_work", "futures", "async_order_is_free_between_groups",
+    "data_parallel", "sharded_parallel", "zero_optimizer", "functional_collectives",
 ]  # fmt: skip
 
 NOT_GLOO = {
@@ -54,13 +58,19 @@ def test_collective(job: tuple[str, Ranks], case: str) -> None:
     "case",
     [
         "tensors_that_do_not_fit", "shares_that_others_do_not_expect", "messages_of_another_length",
-        "groups_that_are_gone", "waiting_has_a_limit_of_its_own",
+        "groups_that_are_gone", "waiting_has_a_limit_of_its_own", "messages_that_never_come", "monitored_barrier",
     ],
 )  # fmt: skip
 def test_misuse_raises_a_clear_error(job: tuple[str, Ranks], case: str) -> None:
     if job[0].startswith("gloo"):
         pytest.skip("gloo has other messages, or aborts the process")
     job[1].run(case, module="comm.misuse_cases")
+
+
+@pytest.mark.parametrize("case", ["dtensors", "tensor_parallelism", "hooks_of_ddp", "sharded_checkpoints", "pipelines"])
+def test_what_torch_builds_on_collectives(job: tuple[str, Ranks], case: str, tmp_path: Path) -> None:
+    arguments = [str(tmp_path)] if case == "sharded_checkpoints" else []
+    job[1].run(case, *arguments, module="comm.library_cases")
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

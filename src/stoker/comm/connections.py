@@ -22,7 +22,7 @@ from stoker import __version__
 from stoker.comm.host_groups import exchange, group_by_host, host_identity, own_address
 from stoker.comm.leader_transport import OneCCL, open_oneccl
 from stoker.comm.missing_ranks import MissingRanks
-from stoker.comm.shared_memory import SharedMemoryUnavailable, open_shared_memory
+from stoker.comm.shared_memory import Offer, SharedMemoryUnavailable, open_shared_memory
 from stoker.kernels import native
 
 __all__ = ["Connections", "Member", "agree", "environment_choice", "gloo_group", "log", "open_connections"]
@@ -57,13 +57,15 @@ class Member:
     version: str
     problem: str
     """Why this rank cannot use the compiled backend; empty if it can."""
+    segment: str = ""
+    """The address of shared memory that the first rank offers to all; empty on other ranks."""
 
     @property
     def host_name(self) -> str:
         return self.host.split()[0]
 
 
-def agree(store: dist.Store, rank: int, names: Sequence[int], problem: str) -> list[Member]:
+def agree(store: dist.Store, rank: int, names: Sequence[int], problem: str, segment: str = "") -> list[Member]:
     """All members by rank. Where their settings or versions differ, all ranks raise the same ValueError."""
     own = Member(
         host_identity(),
@@ -71,6 +73,7 @@ def agree(store: dist.Store, rank: int, names: Sequence[int], problem: str) -> l
         environment_choice("STOKER_CCL_SHM"),
         _version(),
         problem,
+        segment,
     )
     found = exchange(store, "member", rank, len(names), json.dumps(asdict(own)))
     members = [Member(**json.loads(text)) for text in found]
@@ -114,19 +117,34 @@ class Connections:
 
 
 def open_connections(
-    store: dist.Store, rank: int, names: Sequence[int], members: Sequence[Member], timeout: timedelta
+    store: dist.Store,
+    rank: int,
+    names: Sequence[int],
+    members: Sequence[Member],
+    timeout: timedelta,
+    offer: Offer | None = None,
 ) -> Connections:
+    """`offer`: on the first rank, the shared memory whose address its member has."""
     size, engine = len(names), members[rank].engine
     hosts = group_by_host([member.host for member in members])
     local_ranks = next(ranks for ranks in hosts if rank in ranks)
     handle, reason = 0, f"STOKER_CCL_ENGINE={engine}"
     if engine != "gloo":
-        handle, reason = _share_memory(store, rank, local_ranks, names, timeout, members[rank].memory)
-    if "no" in exchange(store, "shared memory", rank, size, "yes" if handle else "no") and handle:
-        native.library().stoker_comm_destroy(handle)
-        handle, reason = 0, "another host has none"
+        offered = members[0].segment if len(hosts) == 1 else ""  # it has room for all ranks of the group
+        local_names = [names[other] for other in local_ranks]
+        prefixed = dist.PrefixStore(f"shm/{local_ranks[0]}", store)
+        place, kind = local_ranks.index(rank), members[rank].memory
+        try:
+            handle = open_shared_memory(
+                prefixed, place, local_names, timeout, kind, offered, offer if offered else None
+            )
+        except SharedMemoryUnavailable as error:
+            reason = str(error)
     if handle and len(hosts) == 1:
         return Connections(hosts, local_ranks, handle)
+    if len(hosts) > 1 and "no" in exchange(store, "shared memory", rank, size, "yes" if handle else "no") and handle:
+        native.library().stoker_comm_destroy(handle)
+        handle, reason = 0, "another host has none"
     if not handle and rank == 0:
         log(f"gloo carries everything because the ranks of a host cannot share memory ({reason})")
 
@@ -154,18 +172,6 @@ def _require_oneccl(problems: list[str]) -> None:
     """With STOKER_CCL_ENGINE=oneccl all ranks raise if a leader cannot use it."""
     if reasons := list(filter(None, problems)):
         raise RuntimeError(f"STOKER_CCL_ENGINE=oneccl: {reasons[0]}")
-
-
-def _share_memory(
-    store: dist.Store, rank: int, local_ranks: list[int], names: Sequence[int], timeout: timedelta, kind: str
-) -> tuple[int, str]:
-    """The handle, or 0 and the reason."""
-    local_names = [names[other] for other in local_ranks]
-    prefixed = dist.PrefixStore(f"shm/{local_ranks[0]}", store)
-    try:
-        return open_shared_memory(prefixed, local_ranks.index(rank), local_names, timeout, kind), ""
-    except SharedMemoryUnavailable as error:
-        return 0, str(error)
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:

@@ -32,16 +32,15 @@ def host_identity() -> str:
 
 def exchange(store: dist.Store, key: str, rank: int, size: int, value: str) -> list[str]:
     """Every rank's `value`, in rank order."""
-    store.set(f"{key}/{rank}", value)
-    found = []
-    for other in range(size):
-        try:
-            found.append(store.get(f"{key}/{other}").decode())
-        except dist.DistStoreError as error:
-            raise dist.DistStoreError(
-                f"ccl: rank {other} of a group of {size} did not join when the group was set up: {str(error).splitlines()[0]}"
-            ) from error
-    return found
+    keys = [f"{key}/{other}" for other in range(size)]
+    store.set(keys[rank], value)
+    try:
+        return [found.decode() for found in store.multi_get(keys)]
+    except dist.DistStoreError as error:
+        missing = next((other for other in range(size) if not store.check([keys[other]])), 0)
+        raise dist.DistStoreError(
+            f"ccl: rank {missing} of a group of {size} did not join when the group was set up: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def group_by_host(identities: list[str]) -> list[list[int]]:

@@ -6,7 +6,7 @@ cannot compile or load it, all ranks of the group use gloo instead, and one sent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,11 +15,10 @@ import torch.distributed as dist
 from stoker.comm.compiled import CompiledUnavailable, load
 from stoker.comm.connections import Member, agree, environment_choice, gloo_group, log, open_connections
 from stoker.comm.host_groups import own_address
-from stoker.comm.shared_memory import open_shared_memory
+from stoker.comm.shared_memory import Offer
 
 __all__ = ["create"]
 
-_CHANNEL_SLOT = 64 << 10  # bytes per slot of a point-to-point channel; there may be many of them
 _logged: set[str] = set()
 
 
@@ -29,29 +28,30 @@ def create(options: Any) -> Any:
     names = tuple(options.global_ranks_in_group) or tuple(range(size))
     required = environment_choice("STOKER_CCL_BACKEND") == "compiled"
     module, problem = _load()
-    members = agree(store, rank, names, problem)
-    for member in members:
-        if member.problem:
-            if required or member.engine == "oneccl":
-                raise CompiledUnavailable(f"the ccl backend is not compiled on {member.host_name}: {member.problem}")
-            return _gloo_instead(store, rank, names, members, member, timeout)
-
-    connections = open_connections(store, rank, names, members, timeout)
+    offer = Offer(size, named=False) if rank == 0 and not problem else None
+    try:
+        members = agree(store, rank, names, problem, offer.address if offer else "")
+        for member in members:
+            if member.problem:
+                if required or member.engine == "oneccl":
+                    raise CompiledUnavailable(
+                        f"the ccl backend is not compiled on {member.host_name}: {member.problem}"
+                    )
+                return _gloo_instead(store, rank, names, members, member, timeout)
+        connections = open_connections(store, rank, names, members, timeout, offer)
+    finally:
+        if offer:
+            offer.withdraw()
     missing_ranks, oneccl = connections.missing_ranks, connections.oneccl
     library = oneccl.library if oneccl else None
     other_leaders = [ranks[0] for ranks in connections.hosts if rank not in ranks]
-
-    def open_channel(source: int, target: int, tag: int, wanted: Callable[[], bool]) -> int:
-        """Shared memory for messages of `tag` from `source` to `target`; both ranks call it, in any order."""
-        prefixed = dist.PrefixStore(f"channel/{source}/{target}/{tag}", store)
-        pair, kind = (names[source], names[target]), members[rank].memory
-        return open_shared_memory(prefixed, int(rank == target), pair, timeout, kind, _CHANNEL_SLOT, wanted)
 
     return module.create(
         rank=rank,
         size=size,
         shared_memory=connections.shared_memory,
         local_ranks=connections.local_ranks,
+        local_names=[names[other] for other in connections.local_ranks],
         hosts=len(connections.hosts),
         leaders=connections.leaders,
         flat=connections.flat,
@@ -61,7 +61,6 @@ def create(options: Any) -> Any:
         other_hosts=missing_ranks.describe(other_leaders) if missing_ranks else "",
         timeout=timeout.total_seconds(),
         explain=missing_ranks,
-        open_channel=open_channel,
     )
 
 

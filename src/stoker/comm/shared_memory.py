@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from stoker.kernels import native
 
-__all__ = ["SharedMemoryUnavailable", "open_shared_memory", "slot_bytes"]
+__all__ = ["Offer", "SharedMemoryUnavailable", "open_shared_memory", "slot_bytes"]
 
 
 class SharedMemoryUnavailable(RuntimeError):
@@ -27,25 +27,49 @@ def slot_bytes(ranks: int) -> int:
     return max(64 << 10, min(512 << 10, (1 << 20) // ranks // 4096 * 4096), (256 * ranks + 4095) // 4096 * 4096)
 
 
+class Offer:
+    """Shared memory that the first rank of a group creates before it knows where the others are.
+
+    Its address goes to the others with the first message of the group, which saves a round through the store.
+    """
+
+    def __init__(self, ranks: int, named: bool) -> None:
+        lib = native.library()
+        self.handle: int | None = lib.stoker_comm_create(ranks, 0, slot_bytes(ranks), int(named))
+        found: bytes = (
+            lib.stoker_comm_address(self.handle) if self.handle else b"none:" + lib.stoker_comm_opening_error()
+        )
+        self.address = found.decode()
+
+    def withdraw(self) -> None:
+        """Frees the memory, unless it has become a group's."""
+        if self.handle:
+            native.library().stoker_comm_destroy(self.handle)
+        self.handle = None
+
+
 def open_shared_memory(
     store: dist.Store,
     rank: int,
     names: Sequence[int],
     timeout: timedelta,
     kind: str = "auto",
-    slot: int | None = None,
-    wanted: Callable[[], bool] = lambda: True,
+    offered: str = "",
+    offer: Offer | None = None,
 ) -> int:
     """The handle of this rank in a group of all `names`. Collective: all succeed, or all raise SharedMemoryUnavailable.
 
     `names` are the ranks' numbers in the whole job, used in error messages. `kind` is "memfd", "named", or "auto" to try both.
-    A rank stops waiting for the others, and raises RuntimeError, once `wanted` returns False.
+    `offered` is the address of a memfd that the first rank has created, whose `offer` it is.
     """
     reasons = []
     for one in ("memfd", "named") if kind == "auto" else (kind,):
+        given = one == "memfd" and offered
         try:
             prefixed = dist.PrefixStore(one, store)
-            handle = _attach_all(prefixed, rank, names, one == "named", slot or slot_bytes(len(names)), wanted)
+            handle = _attach_all(
+                prefixed, rank, names, one == "named", offered if given else "", offer if given else None
+            )
         except SharedMemoryUnavailable as error:
             reasons.append(str(error))
             continue
@@ -55,46 +79,50 @@ def open_shared_memory(
     raise SharedMemoryUnavailable("; ".join(reasons))
 
 
-def _attach_all(store: Any, rank: int, names: Sequence[int], named: bool, slot: int, wanted: Callable[[], bool]) -> int:
+def _attach_all(store: Any, rank: int, names: Sequence[int], named: bool, address: str, offer: Offer | None) -> int:
     """The first rank creates the segment, the others attach to it; all return a handle, or all raise with one reason."""
     lib = native.library()
     if rank == 0:
-        handle = lib.stoker_comm_create(len(names), 0, slot, int(named))
-        address = lib.stoker_comm_address(handle) if handle else b"none:" + lib.stoker_comm_opening_error()
-        store.set("address", address)
+        offer = offer or Offer(len(names), named)
+        if not address:
+            store.set("address", offer.address)
+        address, handle = offer.address, offer.handle
+        offer.handle = None
     else:
-        address = _read(store, "address", names[0], wanted)
-        handle = None if address.startswith(b"none:") else lib.stoker_comm_attach(address, rank)
-    if address.startswith(b"none:"):
-        raise SharedMemoryUnavailable(address[5:].decode())
+        address = address or _first_address(store, names)
+        handle = None if address.startswith("none:") else lib.stoker_comm_attach(address.encode(), rank)
+    if address.startswith("none:"):
+        raise SharedMemoryUnavailable(address.removeprefix("none:"))
+    if not handle:
+        reason = lib.stoker_comm_opening_error().decode()
+        store.set("cannot attach", reason)
+        raise SharedMemoryUnavailable(reason)
     try:
-        if rank == 0:
-            outcomes = [_read(store, f"attached/{other}", names[other], wanted) for other in range(1, len(names))]
-            outcome = next((text for text in outcomes if text != b"ok"), b"ok")
-            lib.stoker_comm_seal(handle)  # whether or not all are attached, nobody needs the address any more
-            store.set("outcome", outcome)
-        else:
-            store.set(f"attached/{rank}", "ok" if handle else lib.stoker_comm_opening_error())
-            outcome = _read(store, "outcome", names[0], wanted)
-        if outcome != b"ok":
-            raise SharedMemoryUnavailable(outcome.decode())
+        _await_all(store, int(handle), names)
     except RuntimeError:
-        if handle:
-            lib.stoker_comm_destroy(handle)
+        lib.stoker_comm_destroy(handle)
         raise
+    lib.stoker_comm_seal(handle)
     return int(handle)
 
 
-def _read(store: Any, key: str, owner: int, wanted: Callable[[], bool]) -> bytes:
-    """Polls, because a blocking get would lock out every other thread of this process that uses the same store."""
-    deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.0005
-    while not store.check([key]):
-        if not wanted():
-            raise RuntimeError("this ccl group has been destroyed")
+def _first_address(store: Any, names: Sequence[int]) -> str:
+    try:
+        return str(store.get("address").decode())
+    except dist.DistStoreError as error:
+        raise _missing(names[0], store) from error
+
+
+def _await_all(store: Any, handle: int, names: Sequence[int]) -> None:
+    """In the segment itself all ranks see who is attached; only a rank that cannot attach says so through the store."""
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while (missing := native.library().stoker_comm_await_all(handle, 0.01)) >= 0:
+        if store.check(["cannot attach"]):
+            raise SharedMemoryUnavailable(store.get("cannot attach").decode())
         if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"ccl: rank {owner} did not set up shared memory with this rank within {store.timeout.total_seconds():g} s"
-            )
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.02)
-    return bytes(store.get(key))
+            raise _missing(names[missing], store)
+
+
+def _missing(rank: int, store: Any) -> RuntimeError:
+    seconds = store.timeout.total_seconds()
+    return RuntimeError(f"ccl: timeout: rank {rank} did not set up shared memory with this rank within {seconds:g} s")

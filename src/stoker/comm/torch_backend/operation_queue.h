@@ -2,42 +2,25 @@
 // waits for them, whichever is free first.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-#include <torch/extension.h>
-
 #include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <thread>
 
-namespace {
+#include "result_work.h"
 
-using c10d::Work;
-using Milliseconds = std::chrono::milliseconds;
-template <typename T>
-using Ref = c10::intrusive_ptr<T>;
+namespace {
 
 class OperationQueue;
 
-class Operation : public Work {
+class Operation : public ResultWork {
  public:
   Operation(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type, std::function<void()> body,
             std::vector<at::Tensor> results)
-      : Work(rank, type), queue_(std::move(queue)), body_(std::move(body)), results_(std::move(results)) {}
+      : ResultWork(rank, type, std::move(results)), queue_(std::move(queue)), body_(std::move(body)) {}
 
   bool wait(Milliseconds timeout) override;
-  std::vector<at::Tensor> result() override { return results_; }
-  void abort() override { TORCH_CHECK(false, "a single ccl operation cannot be aborted; abort the group"); }
-
-  Ref<c10::ivalue::Future> getFuture() override {
-    const std::lock_guard<std::mutex> lock(future_mutex_);
-    if (!future_) {
-      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-      if (done_) complete_future();
-    }
-    return future_;
-  }
 
   // `refusal`: why the operation fails without being run.
   void run(const char* refusal = nullptr) {
@@ -49,27 +32,12 @@ class Operation : public Work {
       failure = std::current_exception();
     }
     body_ = nullptr;  // releases the tensors
-    failure_ = failure;
-    finish(failure);
-    const std::lock_guard<std::mutex> lock(future_mutex_);
-    done_ = true;
-    if (future_) complete_future();
+    complete(failure);
   }
 
  private:
-  void complete_future() {
-    if (failure_)
-      future_->setError(failure_);
-    else
-      future_->markCompleted(c10::IValue(results_));
-  }
   const std::shared_ptr<OperationQueue> queue_;  // an operation may be waited for after its group is destroyed
   std::function<void()> body_;
-  std::vector<at::Tensor> results_;
-  std::exception_ptr failure_;
-  std::mutex future_mutex_;
-  Ref<c10::ivalue::Future> future_;
-  bool done_ = false;
 };
 
 class OperationQueue {
@@ -181,11 +149,7 @@ class OperationQueue {
 bool Operation::wait(Milliseconds timeout) {
   // The group's own timeout names the missing ranks. A timeout given here ends this wait only; the operation continues.
   const bool done = isCompleted() || (timeout.count() > 0 ? queue_->wait_for(*this, timeout) : queue_->wait(*this));
-  TORCH_CHECK(done, "ccl: rank ", rank_, " waited ", static_cast<double>(timeout.count()) / 1000, " s for an operation (",
-              c10d::opTypeToString(retrieveOpType()), ") that is not done yet");
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (exception_) std::rethrow_exception(exception_);
-  return true;
+  return result_of_wait(done, timeout);
 }
 
 }  // namespace

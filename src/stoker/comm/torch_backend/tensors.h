@@ -51,16 +51,15 @@ c10d::ReduceOp::RedOpType torch_op(int code) {
 
 // A tensor as contiguous memory: the tensor itself, or a contiguous copy, which copy_back() writes to the tensor.
 struct Dense {
-  explicit Dense(const at::Tensor& tensor) : tensor(tensor) {
-    TORCH_CHECK(tensor.device().is_cpu() && tensor.layout() == at::kStrided, "ccl takes dense CPU tensors, not one of ",
-                tensor.layout(), " on ", tensor.device());
-    dense = tensor.contiguous().resolve_conj().resolve_neg();
-  }
+  explicit Dense(const at::Tensor& tensor) : tensor(tensor), dense(tensor.contiguous().resolve_conj().resolve_neg()) {}
   void* data() const { return dense.data_ptr(); }
-  int64_t count() const { return dense.numel(); }
   int64_t bytes() const { return static_cast<int64_t>(dense.nbytes()); }
   void copy_back() const {
-    if (!dense.is_same(tensor)) tensor.detach().copy_(dense);
+    if (!dense.is_same(tensor)) write(tensor, dense);
+  }
+  static void write(const at::Tensor& to, const at::Tensor& from) {
+    const c10::InferenceMode guard(to.is_inference());
+    to.detach().copy_(from);
   }
   at::Tensor tensor, dense;
 };
@@ -88,29 +87,28 @@ std::vector<int64_t> sizes_in_bytes(const std::vector<Dense>& items) {
   return all;
 }
 
-// stoker.h takes addresses without shapes: tensors that do not fit together are refused here, before anything is overwritten.
-void expect_list(const char* operation, const std::vector<at::Tensor>& list, int ranks) {
-  TORCH_CHECK_VALUE(static_cast<int>(list.size()) == ranks, operation, ": a list of ", list.size(), " tensors for a group of ",
-                    ranks, " ranks; pass one for each");
-}
-
-void expect_type(const char* operation, const at::Tensor& one, const at::Tensor& other) {
-  TORCH_CHECK_VALUE(one.scalar_type() == other.scalar_type(), operation, ": tensors of ", one.scalar_type(), " and of ",
-                    other.scalar_type(), "; all must have the same type");
-}
-
-// `gathered`: how many inputs make one output; `scattered`: how many outputs one input is divided into.
-void expect_fit(const char* operation, const at::Tensor& input, const at::Tensor& output, int gathered = 1, int scattered = 1) {
-  expect_type(operation, input, output);
-  const int ranks = std::max(gathered, scattered);
-  TORCH_CHECK_VALUE(input.numel() * gathered == output.numel() * scattered, operation, ": an input of ", input.numel(),
-                    " elements does not fit an output of ", output.numel(),
-                    ranks > 1 ? " in a group of " + std::to_string(ranks) : "");
+// The reduction of several tensors of one rank, as a new tensor; a mean is left as the sum.
+at::Tensor combined(const std::vector<at::Tensor>& tensors, int op) {
+  at::Tensor total = tensors[0].clone();
+  for (size_t i = 1; i < tensors.size(); ++i) {
+    const at::Tensor& next = tensors[i];
+    switch (op) {
+      case STOKER_SUM:
+      case STOKER_AVG: total.add_(next); break;
+      case STOKER_PRODUCT: total.mul_(next); break;
+      case STOKER_MIN: total = at::minimum(total, next); break;
+      case STOKER_MAX: total = at::maximum(total, next); break;
+      case STOKER_BAND: total.bitwise_and_(next); break;
+      case STOKER_BOR: total.bitwise_or_(next); break;
+      case STOKER_BXOR: total.bitwise_xor_(next); break;
+    }
+  }
+  return total;
 }
 
 std::vector<at::Tensor> parts(const at::Tensor& tensor, int count) {
   const auto flat = tensor.view({-1});
-  TORCH_CHECK_VALUE(flat.numel() % count == 0, "a tensor of ", flat.numel(), " elements cannot be divided among ", count,
+  TORCH_CHECK(flat.numel() % count == 0, "a tensor of ", flat.numel(), " elements cannot be divided among ", count,
                     " ranks");
   const int64_t each = flat.numel() / count;
   std::vector<at::Tensor> all;

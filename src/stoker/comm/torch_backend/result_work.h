@@ -1,0 +1,87 @@
+// What every operation of the backend has in common: results, a future of them, and a name in profiles.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/extension.h>
+
+#include <mutex>
+
+namespace {
+
+using c10d::Work;
+using Milliseconds = std::chrono::milliseconds;
+template <typename T>
+using Ref = c10::intrusive_ptr<T>;
+
+// As torch's other backends name their operations in profiles.
+const char* profiling_title(c10d::OpType type) {
+  switch (type) {
+    case c10d::OpType::ALLREDUCE: return "ccl:all_reduce";
+    case c10d::OpType::_ALLREDUCE_SPARSE: return "ccl:sparse_all_reduce";
+    case c10d::OpType::BROADCAST: return "ccl:broadcast";
+    case c10d::OpType::REDUCE: return "ccl:reduce";
+    case c10d::OpType::ALLGATHER: return "ccl:all_gather";
+    case c10d::OpType::REDUCE_SCATTER: return "ccl:reduce_scatter";
+    case c10d::OpType::ALLTOALL: return "ccl:all_to_all";
+    case c10d::OpType::GATHER: return "ccl:gather";
+    case c10d::OpType::SCATTER: return "ccl:scatter";
+    case c10d::OpType::BARRIER: return "ccl:barrier";
+    case c10d::OpType::SEND: return "ccl:send";
+    case c10d::OpType::RECV: return "ccl:recv";
+    case c10d::OpType::RECVANYSOURCE: return "ccl:recvAnySource";
+    default: return "ccl:unknown";
+  }
+}
+
+class ResultWork : public Work {
+ public:
+  ResultWork(int rank, c10d::OpType type, std::vector<at::Tensor> results)
+      : Work(rank, type, profiling_title(type), results), results_(std::move(results)) {}
+
+  std::vector<at::Tensor> result() override { return results_; }
+  void abort() override { TORCH_CHECK(false, "a single ccl operation cannot be aborted; abort the group"); }
+
+  Ref<c10::ivalue::Future> getFuture() override {
+    const std::lock_guard<std::mutex> lock(future_mutex_);
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      if (done_) complete_future();
+    }
+    return future_;
+  }
+
+ protected:
+  // Once, when the operation has ended. Callbacks of the future run here.
+  void complete(std::exception_ptr failure) {
+    failure_ = failure;
+    finish(failure);
+    const std::lock_guard<std::mutex> lock(future_mutex_);
+    done_ = true;
+    if (future_) complete_future();
+  }
+
+  // How wait() ends: with the operation's own error, or with a timeout if it is not done.
+  bool result_of_wait(bool done, Milliseconds timeout) {
+    TORCH_CHECK(done, "ccl: timeout: rank ", rank_, " waited ", static_cast<double>(timeout.count()) / 1000,
+                " s for an operation (", c10d::opTypeToString(retrieveOpType()), ") that is not done yet");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (exception_) std::rethrow_exception(exception_);
+    return true;
+  }
+
+ private:
+  void complete_future() {
+    if (failure_)
+      future_->setError(failure_);
+    else
+      future_->markCompleted(c10::IValue(results_));
+  }
+
+  std::vector<at::Tensor> results_;
+  std::exception_ptr failure_;
+  std::mutex future_mutex_;
+  Ref<c10::ivalue::Future> future_;
+  bool done_ = false;
+};
+
+}  // namespace
