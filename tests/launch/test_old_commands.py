@@ -85,6 +85,15 @@ def test_the_guides_yaml_for_many_machines_scaled_down(tmp_path: Path) -> None:
 
 
 @TWO
+def test_a_script_for_the_oneccl_bindings_runs_with_its_children() -> None:
+    """It reads PMI_RANK and PMI_SIZE, as under mpirun, and imports the old packages in processes that it starts."""
+    done = launch("-n", "2", str(SCRIPTS / "oneccl_script.py"))
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2: [2.0, 2.0, 2.0] {'spawn': 1, 'forkserver': 1, 'loader': [1, 2, 3, 4]}" in done.stdout
+    assert "rank 1 of 2: [2.0, 2.0, 2.0] {}" in done.stdout
+
+
+@TWO
 @pytest.mark.mpi
 def test_mpirun_with_ddp_backend_ccl_is_one_training_and_not_two(tmp_path: Path) -> None:
     import subprocess

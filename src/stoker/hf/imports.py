@@ -1,21 +1,26 @@
 """Replacements for discontinued packages: intel_extension_for_pytorch, oneccl_bindings_for_pytorch, torch_ccl.
 
 If the real package is installed, Python imports it and nothing here is used, because this finder is the last on sys.meta_path.
+
+Processes that multiprocessing starts afresh (spawn, forkserver, workers of a DataLoader) inherit sys.path and not sys.meta_path.
+They find the packages in `retired/`, which `install` adds as the last directory, and which install the finder in turn.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from stoker import __version__
 from stoker.errors import UserError
 
-__all__ = ["RetiredImports", "install"]
+__all__ = ["RetiredImports", "install", "replace"]
 
 PrintLine = Callable[[str], None]
 
@@ -45,7 +50,20 @@ def install(print_once: PrintLine) -> RetiredImports:
     """Installs the finder last, so that it is only asked for modules that no other finder has."""
     finder = RetiredImports(print_once)
     sys.meta_path.append(finder)
+    sys.path.append(str(Path(__file__).with_name("retired")))
     return finder
+
+
+def replace(name: str) -> None:
+    """Replaces the module `name` of retired/, which is being imported, by the one that the finder makes."""
+    finder = next((one for one in sys.meta_path if isinstance(one, RetiredImports)), None)
+    if finder is None:  # a process that the script has started: what there is to say was said by the script itself
+        finder = install(lambda line: None)
+    spec = finder.find_spec(name, None)
+    assert spec is not None
+    del sys.modules[name]
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    finder.exec_module(module)
 
 
 def _ipex(module: ModuleType, print_once: PrintLine) -> None:
@@ -64,6 +82,10 @@ def _ipex(module: ModuleType, print_once: PrintLine) -> None:
                 model = copy.deepcopy(model)
         return stoker.optimize(model, optimizer, dtype, level=level, **rest)
 
+    def fast_bert(model: Any, dtype: Any = None, optimizer: Any = None, unpad: bool = False) -> Any:
+        """ipex.fast_bert: the model was changed in place, and returned alone if there was no optimizer."""
+        return stoker.optimize(model, optimizer, dtype)
+
     def get_fp32_math_mode(device: str = "cpu") -> str:
         return "FP32"
 
@@ -73,7 +95,7 @@ def _ipex(module: ModuleType, print_once: PrintLine) -> None:
     def enable_onednn_fusion(enabled: bool = True) -> None:
         print_once("ipex.enable_onednn_fusion is ignored: stoker.optimize always fuses")
 
-    for function in (optimize, get_fp32_math_mode, set_fp32_math_mode, enable_onednn_fusion):
+    for function in (optimize, fast_bert, get_fp32_math_mode, set_fp32_math_mode, enable_onednn_fusion):
         setattr(module, function.__name__, function)
     vars(module)["__getattr__"] = _missing("intel_extension_for_pytorch")
     print_once("import intel_extension_for_pytorch: it is discontinued; ipex.optimize is stoker.optimize now")

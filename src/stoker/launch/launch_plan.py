@@ -163,6 +163,8 @@ def _variables(plan: Plan, planned: PlannedRank) -> dict[str, str]:
             "RANK": str(planned.rank),
             "WORLD_SIZE": str(plan.size),
             "LOCAL_RANK": str(planned.local_rank),
+            "PMI_RANK": str(planned.rank),
+            "PMI_SIZE": str(plan.size),
             "MASTER_ADDR": plan.address,
             "MASTER_PORT": str(plan.port) if plan.port else "(a free one)",
         }

@@ -143,7 +143,11 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def _set_rank_variables(settings: Settings, rank: Rank | None) -> None:
-    if rank is None or rank.exchange == "given":  # torchrun has set everything
+    if rank is None:
+        return
+    if "PMI_FD" not in os.environ:  # scripts for the oneCCL bindings read these; Hydra has set them already
+        os.environ.update(PMI_RANK=str(rank.rank), PMI_SIZE=str(rank.size))
+    if rank.exchange == "given":  # torchrun has set everything
         return
     address, port = settings.master or exchange.agree(rank, os.environ)
     if settings.master and rank.exchange == "pmi":
