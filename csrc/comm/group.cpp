@@ -214,7 +214,7 @@ void Group::check_others(int rank, Clock::time_point since) {
   const double seconds = std::chrono::duration<double>(timeout_).count();
   char waited[32];
   std::snprintf(waited, sizeof(waited), "%.3g", seconds);
-  give_up(STOKER_COMM_TIMEOUT, "timeout: " + name(rank_) + " waited " + waited + " s in " + operation + " for " + missing);
+  give_up(STOKER_COMM_TIMEOUT, "timeout while " + name(rank_) + " waited " + waited + " s in " + operation + " for " + missing);
 }
 
 void Group::check_signature(int rank) {

@@ -326,7 +326,9 @@ def messages_use_no_thread_and_no_memory_per_tag(rank: int, size: int) -> None:
 def sequence_numbers(rank: int, size: int) -> None:
     """All ranks have counted the same collectives; messages are not counted, since only two ranks know of them."""
     group = dist.new_group()
-    backend = group._get_backend(torch.device("cpu"))  # the group itself passes the question on to torch's own backends only
+    backend = group._get_backend(
+        torch.device("cpu")
+    )  # the group itself passes the question on to torch's own backends only
     start = backend._get_sequence_number_for_group()
     for _ in range(3):
         dist.all_reduce(torch.ones(2), group=group)
@@ -342,7 +344,9 @@ def sequence_numbers(rank: int, size: int) -> None:
 def sparse_allreduce(rank: int, size: int) -> None:
     """Ranks share some rows, have some alone, and one has none; rows are vectors, as in the gradient of an embedding."""
     rows = [] if rank == 1 else [rank, 5, 5]
-    x = torch.sparse_coo_tensor(torch.tensor([rows], dtype=torch.int64), torch.full((len(rows), 4), float(rank + 1)), (8, 4))
+    x = torch.sparse_coo_tensor(
+        torch.tensor([rows], dtype=torch.int64), torch.full((len(rows), 4), float(rank + 1)), (8, 4)
+    )
     want = torch.zeros(8, 4)
     for other in range(size):
         for row in [] if other == 1 else [other, 5, 5]:
@@ -354,8 +358,8 @@ def sparse_allreduce(rank: int, size: int) -> None:
     model(torch.tensor([rank, 9])).sum().backward()
     gradient = model.module.weight.grad
     assert gradient.is_sparse
-    assert gradient.to_dense()[9].tolist() == [1.0] * 3
-    assert gradient.to_dense()[rank].tolist() == [1.0 / size] * 3
+    torch.testing.assert_close(gradient.to_dense()[9], torch.ones(3))
+    torch.testing.assert_close(gradient.to_dense()[rank], torch.full((3,), 1.0 / size))
 
 
 def several_tensors(rank: int, size: int) -> None:

@@ -125,4 +125,6 @@ def _await_all(store: Any, handle: int, names: Sequence[int]) -> None:
 
 def _missing(rank: int, store: Any) -> RuntimeError:
     seconds = store.timeout.total_seconds()
-    return RuntimeError(f"ccl: timeout: rank {rank} did not set up shared memory with this rank within {seconds:g} s")
+    return RuntimeError(
+        f"ccl: timeout while setting up a group: rank {rank} did not set up shared memory with this rank within {seconds:g} s"
+    )

@@ -180,20 +180,30 @@ class Backend : public c10d::Backend {
     for (const auto& list : outputs)
       TORCH_CHECK(list.size() == inputs.size(), "all_gather_coalesced: invalid output: ", inputs.size(), " inputs, and ",
                   list.size(), " outputs for a rank");
-    Ref<Work> last;  // operations run in order: when the last is done, all are
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      std::vector<Tensors> by_rank(1);
-      for (const auto& list : outputs) by_rank[0].push_back(list[i]);
-      Tensors input{inputs[i]};
-      last = allgather(by_rank, input, opts);
+    std::vector<Tensors> by_input(inputs.size());
+    for (const auto& list : outputs)
+      for (size_t i = 0; i < inputs.size(); ++i) by_input[i].push_back(list[i]);
+    for (size_t i = 0; i < inputs.size(); ++i) expect_gathered(by_input[i], inputs[i]);
+    if (!one_host()) {
+      Ref<Work> last;  // operations run in order: when the last is done, all are
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        std::vector<Tensors> list{by_input[i]};
+        Tensors input{inputs[i]};
+        last = allgather(list, input, opts);
+      }
+      return last;
     }
-    return last;
+    Tensors results;
+    for (const auto& list : outputs) results.insert(results.end(), list.begin(), list.end());
+    return start(OpType::ALLGATHER, opts, inputs, results, [this, by_input, inputs] {
+      for (size_t i = 0; i < inputs.size(); ++i) gather_on_host(by_input[i], inputs[i]);
+    });
   }
 
   Ref<Work> allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     TORCH_CHECK(!inputs.empty() && inputs.size() == outputs.size(), "all_gather_into_tensor_coalesced: ", inputs.size(),
                 " inputs and ", outputs.size(), " outputs; pass one output for each input, and at least one");
-    Ref<Work> last;
+    Ref<Work> last;  // operations run in order: when the last is done, all are
     for (size_t i = 0; i < outputs.size(); ++i) last = _allgather_base(outputs[i], inputs[i], opts);
     return last;
   }
@@ -234,7 +244,7 @@ class Backend : public c10d::Backend {
     for (const auto& tensor : outputs) expect_type("all_to_all", inputs[0], tensor);
     expect_fit("all_to_all, to itself", inputs[getRank()], outputs[getRank()]);
     if (!one_host()) return then(OpType::ALLTOALL, opts, exchange_lists(*flat_, outputs, inputs, opts), outputs);
-    return start(OpType::ALLTOALL, opts, outputs, [this, inputs, outputs] {
+    return start(OpType::ALLTOALL, opts, inputs, outputs, [this, inputs, outputs] {
       const auto sources = dense(inputs), targets = dense(outputs);
       const auto from = addresses(sources), to = addresses(targets);
       const auto sent = sizes_in_bytes(sources), received = sizes_in_bytes(targets);
@@ -254,7 +264,7 @@ class Backend : public c10d::Backend {
     const auto [own, list, root] = rooted("gather", {"input", inputs}, {"output", outputs}, opts.rootRank);
     for (const auto& output : list) expect_fit("gather", own, output);
     if (!one_host()) return counted(flat_->gather(outputs, inputs, opts));
-    return start(OpType::GATHER, opts, list, [this, own = own, list = list, root = root] {
+    return start(OpType::GATHER, opts, inputs, list, [this, own = own, list = list, root = root] {
       const Dense source(own);
       const auto targets = dense(list);
       const auto to = addresses(targets);
@@ -267,7 +277,7 @@ class Backend : public c10d::Backend {
     const auto [own, list, root] = rooted("scatter", {"output", outputs}, {"input", inputs}, opts.rootRank);
     for (const auto& input : list) expect_fit("scatter", input, own);
     if (!one_host()) return counted(flat_->scatter(outputs, inputs, opts));
-    return start(OpType::SCATTER, opts, outputs, [this, own = own, list = list, root = root] {
+    return start(OpType::SCATTER, opts, list, outputs, [this, own = own, list = list, root = root] {
       const auto sources = dense(list);
       const auto from = addresses(sources);
       const Dense target(own);
@@ -349,7 +359,13 @@ class Backend : public c10d::Backend {
   }
 
   template <typename Options>
-  Ref<Work> start(OpType type, const Options& opts, Tensors results, std::function<void()> body) {
+  Ref<Work> start(OpType type, const Options& opts, const Tensors& results, std::function<void()> body) {
+    return start(type, opts, results, results, std::move(body));
+  }
+
+  // `inputs`: what profiles show.
+  template <typename Options>
+  Ref<Work> start(OpType type, const Options& opts, const Tensors& inputs, const Tensors& results, std::function<void()> body) {
     const double requested = std::chrono::duration<double>(opts.timeout).count();
     const double timeout = requested > 0 ? requested : timeout_;
     ++sequence_;
@@ -357,7 +373,7 @@ class Backend : public c10d::Backend {
       stoker_comm_timeout(memory_, timeout);
       current_timeout_ = timeout;
       body();
-    }, std::move(results));
+    }, inputs, results);
     queue_->submit(operation, !opts.asyncOp);
     return operation;
   }
@@ -422,12 +438,16 @@ class Backend : public c10d::Backend {
     for (const auto& target : targets) target.copy_back();
   }
 
-  Ref<Work> gather_all(const Tensors& outputs, const at::Tensor& input, const c10d::AllgatherOptions& opts) {
+  void expect_gathered(const Tensors& outputs, const at::Tensor& input) const {
     expect_dense("all_gather", outputs);
     expect_dense("all_gather", {input});
     for (const auto& output : outputs) expect_type("all_gather", input, output);
     expect_fit("all_gather, to itself", input, outputs[getRank()]);
-    return start(OpType::ALLGATHER, opts, outputs, [this, outputs, input] { gather_on_host(outputs, input); });
+  }
+
+  Ref<Work> gather_all(const Tensors& outputs, const at::Tensor& input, const c10d::AllgatherOptions& opts) {
+    expect_gathered(outputs, input);
+    return start(OpType::ALLGATHER, opts, {input}, outputs, [this, outputs, input] { gather_on_host(outputs, input); });
   }
 
   // Input i of rank r becomes output r * n + i of each of the n lists.
@@ -435,7 +455,7 @@ class Backend : public c10d::Backend {
     expect_alike("all_gather", inputs);
     for (const auto& list : outputs) expect_list("all_gather", "output", list, getSize() * static_cast<int>(inputs.size()));
     if (!one_host()) return counted(flat_->allgather(outputs, inputs, opts));
-    return start(OpType::ALLGATHER, opts, outputs[0], [this, outputs, inputs] {
+    return start(OpType::ALLGATHER, opts, inputs, outputs[0], [this, outputs, inputs] {
       for (size_t i = 0; i < inputs.size(); ++i) {
         Tensors from_ranks;
         for (size_t at = i; at < outputs[0].size(); at += inputs.size()) from_ranks.push_back(outputs[0][at]);
@@ -452,7 +472,7 @@ class Backend : public c10d::Backend {
     for (const auto& input : inputs) expect_type("reduce_scatter", input, output);
     expect_fit("reduce_scatter", inputs[getRank()], output);
     const int op = expect_reducible(opts, output);
-    return start(OpType::REDUCE_SCATTER, opts, {output}, [this, output, inputs, op] {
+    return start(OpType::REDUCE_SCATTER, opts, inputs, {output}, [this, output, inputs, op] {
       const Dense target(output);
       const auto sources = dense(inputs);
       const auto from = addresses(sources);
@@ -511,12 +531,12 @@ class Backend : public c10d::Backend {
   // For collectives that gloo lacks: its own operation has been started, so that all ranks start theirs in the same order, and
   // `after` turns its result into what was asked for.
   template <typename Options>
-  Ref<Work> then(OpType type, const Options& opts, StartedWork started, Tensors results) {
+  Ref<Work> then(OpType type, const Options& opts, StartedWork started, const Tensors& results) {
     const auto body = [work = counted(std::move(started.work)), after = std::move(started.after)] {
       work->wait(Milliseconds(0));
       after();
     };
-    auto operation = c10::make_intrusive<Operation>(gloo_queue_, getRank(), type, body, std::move(results));
+    auto operation = c10::make_intrusive<Operation>(gloo_queue_, getRank(), type, body, results, results);
     gloo_queue_->submit(operation, !opts.asyncOp);
     return operation;
   }

@@ -23,7 +23,7 @@ class Message : public ResultWork {
   using Clock = std::chrono::steady_clock;
 
   Message(c10d::OpType type, int rank, int peer, int tag, const at::Tensor& tensor, double timeout)
-      : ResultWork(rank, type, {tensor}), peer(peer), tag(tag), timeout(timeout), item_(tensor) {}
+      : ResultWork(rank, type, {tensor}, {tensor}), peer(peer), tag(tag), timeout(timeout), item_(tensor) {}
 
   bool wait(Milliseconds limit) override {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -273,7 +273,7 @@ class Messages {
     if (!one.late(Message::Clock::now())) return "";
     char waited[32];
     std::snprintf(waited, sizeof(waited), "%.3g", one.timeout);
-    return "timeout: " + name(rank_) + " spent " + waited + " s " + describe(one);
+    return "timeout after " + std::string(waited) + " s: " + name(rank_) + " was " + describe(one);
   }
 
   std::string describe(const Message& one) const {

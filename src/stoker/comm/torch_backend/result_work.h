@@ -35,8 +35,9 @@ const char* profiling_title(c10d::OpType type) {
 
 class ResultWork : public Work {
  public:
-  ResultWork(int rank, c10d::OpType type, std::vector<at::Tensor> results)
-      : Work(rank, type, profiling_title(type), results), results_(std::move(results)) {}
+  // `inputs`: the tensors whose shapes profiles show.
+  ResultWork(int rank, c10d::OpType type, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results)
+      : Work(rank, type, profiling_title(type), inputs), results_(std::move(results)) {}
 
   std::vector<at::Tensor> result() override { return results_; }
   void abort() override { TORCH_CHECK(false, "a single ccl operation cannot be aborted; abort the group"); }
@@ -62,7 +63,7 @@ class ResultWork : public Work {
 
   // How wait() ends: with the operation's own error, or with a timeout if it is not done.
   bool result_of_wait(bool done, Milliseconds timeout) {
-    TORCH_CHECK(done, "ccl: timeout: rank ", rank_, " waited ", static_cast<double>(timeout.count()) / 1000,
+    TORCH_CHECK(done, "ccl: timeout while rank ", rank_, " waited ", static_cast<double>(timeout.count()) / 1000,
                 " s for an operation (", c10d::opTypeToString(retrieveOpType()), ") that is not done yet");
     const std::lock_guard<std::mutex> lock(mutex_);
     if (exception_) std::rethrow_exception(exception_);

@@ -58,8 +58,9 @@ struct Dense {
     if (!dense.is_same(tensor)) write(tensor, dense);
   }
   static void write(const at::Tensor& to, const at::Tensor& from) {
-    const c10::InferenceMode guard(to.is_inference());
-    to.detach().copy_(from);
+    const at::NoGradGuard no_gradient;
+    const c10::InferenceMode mode(to.is_inference());
+    to.copy_(from);  // not to.detach(): a sparse tensor would keep its old indices
   }
   at::Tensor tensor, dense;
 };
