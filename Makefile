@@ -16,7 +16,7 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check -q
 FROM_SOURCE := --no-build-isolation -C cmake.define.STOKER_COMPILE_BACKEND=OFF
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLists.txt pyproject.toml
 
-.PHONY: help mpis oldest demo test lint format bench attack sanitize emulate wheel clean install
+.PHONY: help mpis oldest certify demo test lint format bench attack sanitize emulate wheel clean install
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -50,6 +50,10 @@ KILLS ?= 200
 JOBS  ?= 2
 attack: install ## bad input, kills and odd environments by the thousand, with counts at the end; about an hour on two cores
 	@$(BIN)/python tests/attack/run.py --cases $(CASES) --kills $(KILLS) --jobs $(JOBS) $(if $(SEED),--seed $(SEED)) $(ATTACK_ARGS)
+
+certify: install ## PyTorch's own distributed tests on gloo and on ccl, with 2 and with 4 ranks; about ten minutes
+	@$(BIN)/python tests/comm/certify.py --ranks 2
+	@$(BIN)/python tests/comm/certify.py --ranks 4
 
 sanitize: install ## the C++ under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(BIN)/python tests/kernels/sanitize.py
