@@ -204,7 +204,9 @@ STOKER_API int32_t stoker_cross_entropy_block(const stoker_cross_entropy_block_c
 // out = dropout(softmax(cap(scale * q k^T) + bias)) v within each sequence; sequences lie end to end without padding. heads is a
 // multiple of kv_heads. cap(s) = softcap * tanh(s / softcap). A head's sink is one more score of every query, for a key without a
 // value: it only adds to the sum of exponentials. With cosine and sine, the first 2 * rotary_half numbers of q and k are rotated
-// as they are read, and their gradients rotated back.
+// as they are read, and their gradients rotated back. With tables of relative positions, the score of query i and key j before
+// the cap is scale * (q_i k_j + q_i position_k[r] + k_j position_q[r]), r = distance_rows[reach - 1 + i - j]; kv_heads is heads
+// then, and there is neither cosine nor a second key_starts.
 typedef struct stoker_attention_call {
   const void* q;        // (tokens, heads, head_size), by the strides below; the last dimension is dense
   const void* k;        // (key tokens, kv_heads, head_size), likewise
@@ -216,15 +218,22 @@ typedef struct stoker_attention_call {
   void* dk;             // backward only: strides as k
   void* dv;             // backward only: strides as v
   const float* bias;    // (heads, bias_rows, bias_columns) or null: rows are queries, columns keys
-  float* dbias;         // backward only: (bias_groups, heads, bias_rows, bias_columns), zeroed by the caller, or null
+  float* dbias;         // backward only: (groups, heads, bias_rows, bias_columns), zeroed by the caller, or null
   const float* sinks;   // (heads) or null
   float* dsinks;        // backward only: (heads), or null; needs sinks
   float* dq_parts;      // backward only: (key chunks, tokens, heads, head_size); null if no sequence exceeds a key chunk
   const float* cosine;  // (tokens, rotary_half) or null; null if keys have lengths of their own
   const float* sine;    // as cosine
+  const void* position_q;  // (position_rows, heads, head_size), dense, or null
+  const void* position_k;  // as position_q
+  float* dposition_q;      // backward only: (groups, position_rows, heads, head_size), zeroed by the caller, or null
+  float* dposition_k;      // as dposition_q
+  const int64_t* distance_rows;  // (2 * reach - 1) a row of the position tables for each distance from 1 - reach; null without
   const int64_t* starts;      // (sequences + 1) cumulative lengths, from 0
   const int64_t* key_starts;  // the same for k and v: the address of starts, or lengths of their own (cross attention)
-  int64_t sequences, heads, kv_heads, head_size, rotary_half, bias_rows, bias_columns, bias_groups;
+  int64_t sequences, heads, kv_heads, head_size, rotary_half, bias_rows, bias_columns;
+  int64_t position_rows, reach;  // reach: at least the longest sequence
+  int64_t groups;                // backward only: in how many parts the gradients of bias and positions are summed
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
   int64_t left, right;  // how many keys before and after its own position a query sees; 2^62 each if keys have own lengths
   uint64_t key;         // of the dropout

@@ -2,6 +2,8 @@
 //
 //   P = softmax(cap(scale * Q K^T) + bias), O = dropout(P) V, one sequence and head at a time.
 //
+// Scores of relative positions, which are added before the cap, are in kernels/relative_positions.h.
+//
 // Scores exist only as a block of 64 queries by at most 512 keys in cache. Forward keeps the output and the log of each row's
 // sum of exponentials; backward computes the blocks again. Work is cut into tasks by shape alone, and every sum runs in a
 // fixed order inside one task, so results do not depend on the number of threads.
@@ -15,16 +17,13 @@
 #include "core/parallel.h"
 #include "core/random.h"
 #include "core/types.h"
+#include "kernels/attention_blocks.h"
+#include "kernels/relative_positions.h"
 
 namespace stoker {
 
 namespace {
 
-constexpr int64_t kQueryBlock = 64;    // 64 x 512 scores: 128 KB, a quarter of a small L2
-constexpr int64_t kKeyBlock = 512;
-constexpr int64_t kQueryChunk = 512;   // queries per forward task
-constexpr int64_t kKeyChunk = 2048;    // keys per backward task
-constexpr int64_t kScoreStride = kKeyBlock + 16;  // not a power of two: rows would share cache sets
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
 // Rows [first, first + count) of one head as dense fp32 times `scale`, rotated where the model asks for it.
@@ -86,12 +85,7 @@ struct Span {
 
 Span span(const int64_t* starts, int64_t sequence) { return {starts[sequence], starts[sequence + 1] - starts[sequence]}; }
 
-// The keys of [first, last) that a query at `position` may see.
-struct KeyRange {
-  int64_t begin, end;
-  bool empty() const { return begin >= end; }
-};
-
+// The keys of [first, last) that one of the queries may see.
 KeyRange visible(const stoker_attention_call& call, int64_t first_query, int64_t last_query, int64_t first, int64_t last) {
   return {std::max(first, first_query - std::min(call.left, first_query)),
           call.right >= last - last_query ? last : std::min(last, last_query + call.right + 1)};
@@ -141,10 +135,11 @@ void forward_task(const stoker_attention_call& call, const Dropout& dropout, con
   const int64_t queries = std::min(kQueryChunk, own.length - task.first_query);
   const int64_t kv_head = task.head / (call.heads / call.kv_heads);
   const Scalar* q = static_cast<const Scalar*>(call.q) + task.head * call.q_head;
+  RelativePositions positions(call, false);
 
   Scratch& scratch = Scratch::of_this_thread();
   scratch.reserve(kKeyBlock * size * 2 + kKeyBlock * width + kQueryBlock * (size + kScoreStride) + kQueryChunk * (width + 2) +
-                  kKeyBlock + 2 * kRandomGroup + 1024);
+                  kKeyBlock + 2 * kRandomGroup + 1024 + positions.floats(own.length));
   float* rows = scratch.take(kKeyBlock * size);
   float* key_panels = scratch.take(round_up(kKeyBlock, kPanel) * size);
   float* value_panels = scratch.take(kKeyBlock * width);
@@ -154,6 +149,7 @@ void forward_task(const stoker_attention_call& call, const Dropout& dropout, con
   float* row_max = scratch.take(kQueryChunk);
   float* row_sum = scratch.take(kQueryChunk);
   float* factor_buffer = scratch.take(kKeyBlock + 2 * kRandomGroup);
+  positions.begin_sequence<Scalar>(scratch, own.length, task.head);
 
   std::fill(sums, sums + queries * width, 0.0f);
   // The sink is the first score of each row, and its own exponential the first of the sum.
@@ -169,6 +165,7 @@ void forward_task(const stoker_attention_call& call, const Dropout& dropout, con
     load_rows(k, call.k_token, key_start + first_key, keys, call, true, 1.0f, rows);
     pack_columns(rows, size, size, keys, key_panels);
     pack_rows(v + (key_start + first_key) * call.v_token, call.v_token, keys, size, value_panels);
+    positions.begin_block(first_key, keys, rows, task.first_query, queries);
 
     for (int64_t first = 0; first < queries; first += kQueryBlock) {
       const int64_t count = std::min(kQueryBlock, queries - first), query = task.first_query + first;
@@ -179,6 +176,7 @@ void forward_task(const stoker_attention_call& call, const Dropout& dropout, con
 
       load_rows(q, call.q_token, start + query, count, call, true, call.scale, query_rows);
       multiply<false>(count, seen, size, query_rows, size, 1, key_panels + offset * size, kPanel * size, scores, kScoreStride);
+      positions.add_scores(query, count, query_rows, range, scores);
 
       for (int64_t i = 0; i < count; ++i) {
         float* row = scores + i * kScoreStride;
@@ -230,11 +228,11 @@ void forward_task(const stoker_attention_call& call, const Dropout& dropout, con
   }
 }
 
-// One key chunk of some sequences and one key/value head. Several sequences share a task only when the bias wants a gradient,
-// which sums over them in order.
+// One key chunk of some sequences and one key/value head. Several sequences share a task only when the bias or the tables of
+// positions want a gradient, which sums over them in order.
 struct BackwardTask {
   int64_t first, last;  // positions in the list of sequences
-  int64_t kv_head, chunk, bias_group;
+  int64_t kv_head, chunk, group;
 };
 
 template <typename Scalar>
@@ -242,18 +240,19 @@ class Backward {
  public:
   Backward(const stoker_attention_call& call, const Dropout& dropout)
       : call_(call), dropout_(dropout), size_(call.head_size), width_(round_up(call.head_size, kPanel)),
-        group_(call.heads / call.kv_heads) {}
+        sharing_(call.heads / call.kv_heads), positions_(call, true) {}
 
   void run(int64_t sequence, const BackwardTask& task) {
     queries_ = span(call_.starts, sequence);
     keys_ = span(call_.key_starts, sequence);
     const int64_t chunk_begin = task.chunk * kKeyChunk, chunk_end = std::min(keys_.length, chunk_begin + kKeyChunk);
     kv_head_ = task.kv_head;
-    bias_group_ = task.bias_group;
+    group_ = task.group;
     reserve();
-    std::fill(dq_, dq_ + group_ * queries_.length * width_, 0.0f);
+    std::fill(dq_, dq_ + sharing_ * queries_.length * width_, 0.0f);
     for (int64_t first_key = chunk_begin; first_key < chunk_end; first_key += kKeyBlock)
       key_block(first_key, std::min(kKeyBlock, chunk_end - first_key));
+    positions_.end_sequence(kv_head_, group_);
     write_dq(task.chunk);
   }
 
@@ -261,7 +260,8 @@ class Backward {
   void reserve() {
     Scratch& scratch = Scratch::of_this_thread();
     scratch.reserve(kKeyBlock * (4 * size_ + 3 * width_) + kQueryBlock * (2 * size_ + 2 * width_ + 2 * kScoreStride + 1) +
-                    group_ * queries_.length * width_ + 2 * kKeyBlock + 2 * kRandomGroup + 2048);
+                    sharing_ * queries_.length * width_ + 2 * kKeyBlock + 2 * kRandomGroup + 2048 +
+                    positions_.floats(queries_.length));
     rows_ = scratch.take(kKeyBlock * size_);
     key_columns_ = scratch.take(kKeyBlock * size_);
     value_columns_ = scratch.take(kKeyBlock * size_);
@@ -277,28 +277,32 @@ class Backward {
     delta_ = scratch.take(kQueryBlock);
     factors_ = scratch.take(kKeyBlock + 2 * kRandomGroup);
     slopes_ = scratch.take(kKeyBlock);
-    dq_ = scratch.take(group_ * queries_.length * width_);
+    dq_ = scratch.take(sharing_ * queries_.length * width_);
+    positions_.begin_sequence<Scalar>(scratch, queries_.length, kv_head_);
   }
 
   void key_block(int64_t first_key, int64_t keys) {
     const Scalar* k = static_cast<const Scalar*>(call_.k) + kv_head_ * call_.k_head;
     const Scalar* v = static_cast<const Scalar*>(call_.v) + kv_head_ * call_.v_head;
     const int64_t first = keys_.start + first_key;
+    load_rows(v, call_.v_token, first, keys, call_, false, 1.0f, rows_);
+    pack_columns(rows_, size_, size_, keys, value_columns_);
     load_rows(k, call_.k_token, first, keys, call_, true, 1.0f, rows_);
     pack_columns(rows_, size_, size_, keys, key_columns_);
     pack_rows(rows_, size_, keys, size_, key_rows_);
-    load_rows(v, call_.v_token, first, keys, call_, false, 1.0f, rows_);
-    pack_columns(rows_, size_, size_, keys, value_columns_);
     std::fill(dk_, dk_ + keys * width_, 0.0f);
     std::fill(dv_, dv_ + keys * width_, 0.0f);
-    for (int64_t member = 0; member < group_; ++member) {
-      // Queries that may see this block: the window seen from the key's side.
-      const int64_t last_key = first_key + keys - 1, length = queries_.length;
-      const int64_t from = first_key - std::min(first_key, call_.right);
-      const int64_t to = call_.left >= length - last_key ? length : std::min(length, last_key + call_.left + 1);
-      for (int64_t query = from / kQueryBlock * kQueryBlock; query < to; query += kQueryBlock)
-        query_block(member, query, std::min(kQueryBlock, length - query), first_key, keys);
-    }
+    // Queries that may see this block: the window seen from the key's side.
+    const int64_t last_key = first_key + keys - 1, length = queries_.length;
+    const int64_t from = (first_key - std::min(first_key, call_.right)) / kQueryBlock * kQueryBlock;
+    const int64_t to = call_.left >= length - last_key ? length : std::min(length, last_key + call_.left + 1);
+    for (int64_t member = 0; member < sharing_; ++member)
+      for (int64_t chunk = from; chunk < to; chunk += kQueryChunk) {
+        positions_.begin_block(first_key, keys, rows_, chunk, std::min(kQueryChunk, length - chunk));
+        for (int64_t query = chunk; query < std::min(to, chunk + kQueryChunk); query += kQueryBlock)
+          query_block(member, query, std::min(kQueryBlock, length - query), first_key, keys);
+        positions_.end_block(key_rows_, dk_);
+      }
     Scalar* dk = static_cast<Scalar*>(call_.dk) + kv_head_ * call_.k_head;
     Scalar* dv = static_cast<Scalar*>(call_.dv) + kv_head_ * call_.v_head;
     store_rows(dk_, width_, first, keys, call_, true, 1.0f, dk, call_.k_token);
@@ -310,18 +314,20 @@ class Backward {
     if (range.empty()) return;
     range.begin -= (range.begin - first_key) % kPanel;
     const int64_t offset = range.begin - first_key, seen = range.end - range.begin;
-    const int64_t head = kv_head_ * group_ + member;
+    const int64_t head = kv_head_ * sharing_ + member;
     load_queries(head, query, count);
 
     multiply<false>(count, seen, size_, query_, size_, 1, key_columns_ + offset * size_, kPanel * size_, scores_, kScoreStride);
+    positions_.add_scores(query, count, query_, range, scores_);
     multiply<false>(count, seen, size_, dout_, size_, 1, value_columns_ + offset * size_, kPanel * size_, dscores_,
                     kScoreStride);
     for (int64_t i = 0; i < count; ++i) score_gradient(head, query + i, range, scores_ + i * kScoreStride,
                                                        dscores_ + i * kScoreStride, delta_[i]);
     multiply<true>(seen, size_, count, scores_, 1, kScoreStride, dout_panels_, kPanel * count, dv_ + offset * width_, width_);
     multiply<true>(seen, size_, count, dscores_, 1, kScoreStride, query_panels_, kPanel * count, dk_ + offset * width_, width_);
-    multiply<true>(count, size_, seen, dscores_, kScoreStride, 1, key_rows_ + offset * kPanel, kPanel * keys,
-                   dq_ + (member * queries_.length + query) * width_, width_);
+    float* dq = dq_ + (member * queries_.length + query) * width_;
+    multiply<true>(count, size_, seen, dscores_, kScoreStride, 1, key_rows_ + offset * kPanel, kPanel * keys, dq, width_);
+    positions_.take_gradient(query, count, range, dscores_, query_panels_, dq);
   }
 
   void load_queries(int64_t head, int64_t query, int64_t count) {
@@ -360,7 +366,7 @@ class Backward {
       }
     }
     if (call_.dbias) {
-      float* dbias = call_.dbias + ((bias_group_ * call_.heads + head) * call_.bias_rows + query) * call_.bias_columns +
+      float* dbias = call_.dbias + ((group_ * call_.heads + head) * call_.bias_rows + query) * call_.bias_columns +
                      range.begin;
 #pragma omp simd
       for (int64_t j = 0; j < seen; ++j) dbias[j] += dscores[j];
@@ -374,8 +380,8 @@ class Backward {
   void write_dq(int64_t chunk) {
     if (!queries_.length) return;  // dq and dq_parts may be null where no sequence has a query
     const int64_t dense = call_.heads * size_, tokens = call_.starts[call_.sequences];
-    for (int64_t member = 0; member < group_; ++member) {
-      const int64_t head = kv_head_ * group_ + member;
+    for (int64_t member = 0; member < sharing_; ++member) {
+      const int64_t head = kv_head_ * sharing_ + member;
       const float* from = dq_ + member * queries_.length * width_;
       if (keys_.length <= kKeyChunk) {
         Scalar* dq = static_cast<Scalar*>(call_.dq) + head * call_.q_head;
@@ -389,9 +395,10 @@ class Backward {
 
   const stoker_attention_call& call_;
   const Dropout& dropout_;
-  const int64_t size_, width_, group_;
+  const int64_t size_, width_, sharing_;  // sharing_: how many heads share a key/value head
+  RelativePositions positions_;
   Span queries_{}, keys_{};
-  int64_t kv_head_ = 0, bias_group_ = 0;
+  int64_t kv_head_ = 0, group_ = 0;
   float *rows_, *key_columns_, *value_columns_, *key_rows_, *dk_, *dv_, *query_, *dout_, *query_panels_, *dout_panels_;
   float *scores_, *dscores_, *delta_, *factors_, *slopes_, *dq_;
 };
@@ -468,10 +475,10 @@ void backward(const stoker_attention_call& call) {
   const std::vector<int64_t> order = by_work(call);
   const int64_t count = static_cast<int64_t>(order.size());
   std::vector<BackwardTask> tasks;
-  if (call.dbias) {
-    for (int64_t group = 0; group < call.bias_groups; ++group)
+  if (call.dbias || call.dposition_q || call.dposition_k) {
+    for (int64_t group = 0; group < call.groups; ++group)
       for (int64_t head = 0; head < call.kv_heads; ++head)
-        tasks.push_back({count * group / call.bias_groups, count * (group + 1) / call.bias_groups, head, -1, group});
+        tasks.push_back({count * group / call.groups, count * (group + 1) / call.groups, head, -1, group});
   } else {
     for (int64_t position = 0; position < count; ++position)
       for (int64_t head = 0; head < call.kv_heads; ++head)
@@ -488,7 +495,7 @@ void backward(const stoker_attention_call& call) {
         continue;
       }
       const int64_t chunks = chunks_of(call, sequence);
-      for (BackwardTask piece = {0, 0, task.kv_head, 0, task.bias_group}; piece.chunk < chunks; ++piece.chunk)
+      for (BackwardTask piece = {0, 0, task.kv_head, 0, task.group}; piece.chunk < chunks; ++piece.chunk)
         worker.run(sequence, piece);
     }
   });

@@ -254,10 +254,11 @@ def attention(
     rotary: int = 0,
     with_bias: bool = False,
     with_sinks: bool = False,
+    positions: int = 0,
     softcap: float = 0.0,
     p: float = 0.0,
 ) -> Results:
-    """`rotary`: how many dimensions are rotated."""
+    """`rotary`: how many dimensions are rotated. `positions`: rows of each table of relative positions."""
     tokens, longest, width = sum(lengths), max(lengths), (heads + 2 * kv_heads) * size
     # q, k and v side by side, as one product gives them; the last element of v is the last before the fault.
     qkv, dqkv = chance.floats(tokens, width, dtype=dtype), native.empty((tokens, width), STORAGE[dtype])
@@ -272,19 +273,34 @@ def attention(
         "dbias": None if bias is None else native.place(np.zeros((2, *bias.shape), np.float32)),
         "sinks": chance.floats(heads) if with_sinks else None,
         "dsinks": native.empty(heads, np.float32) if with_sinks else None,
+        **(_position_tables(native, chance, dtype, positions, heads, size, longest) if positions else {}),
         "dq_parts": native.empty((-(-longest // native.call("attention_key_chunk")), *out.shape), np.float32),
     }
     call: dict[str, Any] = dict(
         q=qkv, k=qkv[:, k:], v=qkv[:, v:], out=out, lse=lse, dout=chance.floats(*out.shape, dtype=dtype),
         dq=dqkv, dk=dqkv[:, k:], dv=dqkv[:, v:], bias=bias, starts=starts, key_starts=starts,
         sequences=len(lengths), heads=heads, kv_heads=kv_heads, head_size=size, rotary_half=rotary // 2, bias_rows=longest,
-        bias_columns=longest, bias_groups=2, q_token=width, q_head=size, k_token=width, k_head=size, v_token=width, v_head=size,
+        bias_columns=longest, groups=2, q_token=width, q_head=size, k_token=width, k_head=size, v_token=width, v_head=size,
         left=window[0], right=window[1], key=KEY, scale=size**-0.5, softcap=softcap, p=p, dtype=dtype, threads=THREADS, **alive,
     )  # fmt: skip
     native.call("attention_forward", **call)
     native.call("attention_backward", **call)
-    wanted = {name: alive[name] for name in ("dbias", "dsinks") if alive[name] is not None}
+    names = ("dbias", "dsinks", "dposition_q", "dposition_k")
+    wanted = {name: alive[name] for name in names if alive.get(name) is not None}
     return {"out": out, "lse": lse, "dqkv": dqkv, **wanted}
+
+
+def _position_tables(
+    native: Native, chance: Chance, dtype: int, rows: int, heads: int, size: int, reach: int
+) -> dict[str, Any]:
+    shape = (rows, heads, size)
+    return {
+        **{f"position_{name}": chance.floats(*shape, dtype=dtype) for name in "qk"},
+        **{f"dposition_{name}": native.place(np.zeros((2, *shape), np.float32)) for name in "qk"},
+        "distance_rows": native.place(np.clip(np.arange(1 - reach, reach) + rows // 2, 0, rows - 1).astype(np.int64)),
+        "position_rows": rows,
+        "reach": reach,
+    }
 
 
 def cross_attention(
@@ -309,7 +325,7 @@ def cross_attention(
         dout=chance.floats(*shapes["out"], dtype=dtype), bias=chance.floats(heads, rows, columns),
         dq_parts=native.empty((chunks, *shapes["out"]), np.float32), starts=starts, key_starts=key_starts,
         sequences=len(lengths), heads=heads, kv_heads=1,
-        head_size=size, bias_rows=rows, bias_columns=columns, bias_groups=1, q_token=heads * size, q_head=size, k_token=size,
+        head_size=size, bias_rows=rows, bias_columns=columns, groups=1, q_token=heads * size, q_head=size, k_token=size,
         v_token=size, left=UNLIMITED, right=UNLIMITED, key=KEY, scale=size**-0.5, p=0.1, dtype=dtype, threads=THREADS,
         **drawn, **results,
     )  # fmt: skip
@@ -612,6 +628,12 @@ def _cases() -> Iterator[Case]:
     yield from _either(
         "attention, softcap, sinks, partial rotary", attention, lengths=(67, 1), heads=2, kv_heads=1, size=19, **options
     )
+    options = {"positions": 37, "with_bias": True, "softcap": 2.0, "p": 0.1}
+    yield from _either(
+        "attention, relative positions", attention, lengths=(71, 1, 0, 23), heads=2, kv_heads=2, size=19, **options
+    )
+    options = {"lengths": (531,), "heads": 1, "kv_heads": 1, "size": 3, "positions": 9, "window": (UNLIMITED, 40)}
+    yield Case("attention, relative positions, two blocks of keys", partial(attention, dtype=FP32, **options))
     options = {"lengths": (1, 67, 0, 3), "key_lengths": (43, 5, 7, 2), "heads": 2, "size": 11}
     yield from _either("cross attention", cross_attention, **options)
     options = {"lengths": (3,), "key_lengths": (2051,), "heads": 1, "size": 5}

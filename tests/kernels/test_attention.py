@@ -20,9 +20,9 @@ FP32, BF16 = 2e-6, 2e-2  # relative error of a whole tensor, in norm
 
 def formula(
     q, k, v, starts, *, key_starts=None, causal=False, window=None, bias=None, rotary=None, scale=None, softcap=None,
-    sinks=None, factors=None,
+    sinks=None, position_q=None, position_k=None, rows_of=None, factors=None,
 ):  # fmt: skip
-    """softmax(cap(scale * Q K^T) + bias) V, with the probabilities multiplied by `factors` (tokens * heads, longest)."""
+    """softmax(cap(scale * (Q K^T + R)) + bias) V, with the probabilities multiplied by `factors` (tokens * heads, longest)."""
     tokens, heads, size = q.shape
     k, v = (t.repeat_interleave(heads // k.shape[1], 1) for t in (k, v))
     if rotary is not None:
@@ -33,7 +33,15 @@ def formula(
         q, k = (torch.cat([t, plain[..., 2 * half :]], -1) for t, plain in zip(turned, (q, k), strict=True))
     pieces = []
     for queries, keys in zip(slices(starts), slices(key_starts or starts), strict=True):
-        scores = torch.einsum("qhd,khd->hqk", q[queries], k[keys]) * (size**-0.5 if scale is None else scale)
+        scores = torch.einsum("qhd,khd->hqk", q[queries], k[keys])
+        if rows_of is not None:
+            count = queries.stop - queries.start
+            at = rows_of[rows_of.numel() // 2 + torch.arange(count)[:, None] - torch.arange(count)[None]]
+            if position_k is not None:
+                scores = scores + torch.einsum("qhd,qkhd->hqk", q[queries], position_k[at])
+            if position_q is not None:
+                scores = scores + torch.einsum("khd,qkhd->hqk", k[keys], position_q[at])
+        scores = scores * (size**-0.5 if scale is None else scale)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         rows, columns = scores.shape[1:]
@@ -85,12 +93,13 @@ def check(
     bias=False,
     rotary=None,
     sinks=False,
+    relative="",
     layout="blocks",
     packed=True,
     seed=0,
     **options,
 ):
-    """`rotary`: how many dimensions are rotated. `key_lengths`: cross attention."""
+    """`rotary`: how many dimensions are rotated. `key_lengths`: cross attention. `relative`: the tables, as "q", "k" or "qk"."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -110,18 +119,27 @@ def check(
     extra = {"bias": draw(heads, longest + 2, longest_key + 2 + cross).requires_grad_()} if bias else {}
     if sinks:
         extra["sinks"] = draw(heads).requires_grad_()
+    rows_of = None
+    if relative:
+        # distances beyond 20 share a row with their neighbours
+        rows_of = torch.arange(-longest - 1, longest + 2).clamp(-20, 20).add(20)
+        tables = {f"position_{name}": draw(41, heads, size).to(dtype).requires_grad_() for name in relative}
+        extra.update(tables)
     turns = None
     if rotary:
         angles = draw(tokens, rotary // 2)
         turns = (angles.cos(), angles.sin())
 
+    given = {name: value for name, value in extra.items() if not name.startswith("position_")}
+    if relative:
+        given["relative"] = extra.get("position_q"), extra.get("position_k"), rows_of
     torch.manual_seed(seed)
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
     if packed and not cross:
-        given = {"dropout_p": p, "rotary": turns, "layout": layout, **extra, **options}
+        given = {"dropout_p": p, "rotary": turns, "layout": layout, **given, **options}
         out = attention_packed(leaves[0], cu_seqlens, heads, kv_heads, **given)
     else:
-        given = {"dropout_p": p, "rotary": turns, **extra, **options}
+        given = {"dropout_p": p, "rotary": turns, **given, **options}
         cu_seqlens_k = torch.tensor(key_starts, dtype=torch.int32) if cross else None
         out = attention(*split(leaves, heads, kv_heads, size), cu_seqlens, cu_seqlens_k=cu_seqlens_k, **given)
     out.backward(grad.view_as(out))
@@ -132,13 +150,15 @@ def check(
     extra2 = {name: tensor.detach().double().requires_grad_() for name, tensor in extra.items()}
     turns2 = tuple(t.double() for t in turns) if rotary else None
     parts = split(leaves2, heads, kv_heads, size, layout)
-    want = formula(*parts, starts, key_starts=key_starts, rotary=turns2, factors=factors, **extra2, **options)
+    more = {"key_starts": key_starts, "rotary": turns2, "factors": factors, "rows_of": rows_of}
+    want = formula(*parts, starts, **more, **extra2, **options)
     want.backward(grad.double())
 
     tolerance = FP32 if dtype == torch.float32 else BF16
     assert out.dtype == dtype
     assert distance(out, want.view_as(out)) < tolerance
     for got, expected in zip([*leaves, *extra.values()], [*leaves2, *extra2.values()], strict=True):
+        assert got.grad.dtype == got.dtype
         assert distance(got.grad, expected.grad) < tolerance
 
 
@@ -202,10 +222,64 @@ def test_long_sequences_are_blocked(options):
     check([2500, 100], 2, 1, 8, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_relative_positions_equal_the_formula(lengths, p, dtype):
+    # The softmax of a single key is 1: no score has a gradient, to which no error could be relative.
+    check([2 if n == 1 else n for n in lengths], 3, 3, 24, relative="qk", p=p, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"relative": "q"},
+        {"relative": "k", "p": 0.1},
+        {"relative": "qk", "causal": True},
+        {"relative": "qk", "window": (30, 5)},
+        {"relative": "qk", "softcap": 1.5, "bias": True, "p": 0.1},
+        {"relative": "qk", "sinks": True, "scale": 0.1, "layout": "heads"},
+    ],
+    ids=str,
+)
+def test_relative_positions_combine_with_other_options(options):
+    check([60, 2, 33, 170, 12, 9], 4, 4, 16, **options)
+    if "layout" not in options:
+        check([60, 2, 33], 4, 4, 16, packed=False, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 20), "p": 0.1}], ids=str)
+def test_relative_positions_in_long_sequences(options):
+    check([1100, 100], 2, 2, 8, relative="qk", **options)
+    check([2300], 1, 1, 4, relative="qk", **options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=5).filter(lambda lengths: max(lengths) > 1),
+    heads=st.integers(1, 3),
+    size=st.integers(1, 40),
+    relative=st.sampled_from(["q", "k", "qk"]),
+    window=st.none() | st.tuples(st.integers(1, 70), st.integers(-1, 70)),
+    seed=st.integers(0, 2**16),
+)
+def test_random_shapes_with_relative_positions(lengths, heads, size, relative, window, seed):
+    check(lengths, heads, heads, size, relative=relative, window=window, seed=seed)
+
+
+def test_frozen_tables_of_positions_get_no_gradient():
+    qkv = torch.randn(9, 3 * 8, requires_grad=True)
+    tables = torch.randn(17, 2, 4, requires_grad=True), torch.randn(17, 2, 4)
+    attention_packed(qkv, torch.tensor([0, 9]), 2, relative=(*tables, torch.arange(17))).sum().backward()
+    assert tables[0].grad is not None
+    assert tables[1].grad is None
+
+
 @pytest.mark.parametrize("size", [1, 7, 8, 20, 32, 64, 80, 96, 128, 256])
 def test_any_head_size(size):
     check([50, 70], 2, 2, size, p=0.1)
     check([1, 70], 2, 1, size, causal=True, softcap=2.0, sinks=True, rotary=size // 4 * 2)
+    check([9, 70], 2, 2, size, relative="qk")
 
 
 DECODERS = {
@@ -331,14 +405,20 @@ def run(threads: int, lengths=(600, 300, 17, 2100), **options):
         cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)])
         qkv = torch.randn(sum(lengths), 3 * 2 * 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
         sinks = torch.zeros(2, requires_grad=True)
+        tables = [torch.randn(41, 2, 16, generator=torch.Generator().manual_seed(2)).requires_grad_() for _ in range(2)]
+        if options.pop("relative", False):
+            longest = max(lengths)
+            options["relative"] = (*tables, torch.arange(-longest, longest + 1).clamp(-20, 20).add(20))
         out = attention_packed(qkv, cu_seqlens, 2, dropout_p=0.1, sinks=sinks, **options)
         out.sum().backward()
-        return out.detach(), qkv.grad, sinks.grad
+        return out.detach(), qkv.grad, sinks.grad, *(table.grad for table in tables if table.grad is not None)
     finally:
         torch.set_num_threads(previous)
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 1.0, "causal": True, "layout": "heads"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 1.0, "causal": True, "layout": "heads"}, {"relative": True}], ids=str
+)
 def test_the_number_of_threads_changes_no_bit(options):
     one = run(1, **options)
     for threads in (2, 3):
@@ -421,16 +501,31 @@ def test_checkpointing_repeats_the_same_mask():
 
 def test_the_dispatcher_accepts_the_operator():
     numbers = (2**62, 2**62, 0.5, 1.0, 0.0)
-    plain = (torch.tensor([0, 3, 5]), *(None,) * 6, *numbers)
+    plain = (torch.tensor([0, 3, 5]), *(None,) * 9, *numbers)
     qkv = torch.randn(5, 3 * 8, requires_grad=True)
     sinks, bias = torch.randn(2, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
     packed = torch.ops.stoker.attention_packed.default
     torch.library.opcheck(packed, (qkv, 2, 2, "blocks", *plain))
-    torch.library.opcheck(packed, (qkv, 2, 2, "heads", plain[0], None, None, sinks, *(None,) * 3, *numbers))
+    torch.library.opcheck(packed, (qkv, 2, 2, "heads", plain[0], None, None, sinks, *(None,) * 6, *numbers))
+    tables = [torch.randn(4, 2, 4, requires_grad=True) for _ in range(2)]
+    relative = (*tables, torch.tensor([0, 1, 2, 3, 3]))
+    torch.library.opcheck(packed, (qkv, 2, 2, "blocks", plain[0], *(None,) * 3, *relative, *(None,) * 3, *numbers))
     q, k, v = (torch.randn(5, 2, 4, requires_grad=True) for _ in range(3))
     torch.library.opcheck(torch.ops.stoker.attention.default, (q, k, v, *plain))
-    cross = (plain[0], torch.tensor([0, 1, 5]), bias, sinks, *(None,) * 3, *numbers)
+    cross = (plain[0], torch.tensor([0, 1, 5]), bias, sinks, *(None,) * 6, *numbers)
     torch.library.opcheck(torch.ops.stoker.attention.default, (q, k, v, *cross))
+
+
+RELATIVE = (torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), torch.zeros(11, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("row", [-1, 3])
+def test_rows_outside_of_the_tables_of_positions_are_refused(row):
+    rows = RELATIVE[2].clone()
+    rows[4] = row
+    q, k, v = (torch.zeros(6, 2, 4) for _ in range(3))
+    with pytest.raises(IndexError, match="rows of the tables, 0 to 2"):
+        attention(q, k, v, torch.tensor([0, 6]), relative=(*RELATIVE[:2], rows))
 
 
 @pytest.mark.parametrize(
@@ -459,7 +554,18 @@ def test_the_dispatcher_accepts_the_operator():
         ({"sinks": torch.zeros(2, device="meta")}, "sinks is on meta"),
         ({"cu_seqlens_k": torch.tensor([0, 6]), "causal": True}, "does not go with causal"),
         ({"cu_seqlens_k": torch.tensor([0, 6]), "window": (3, -1)}, "does not go with causal, window"),
-        ({"cu_seqlens_k": torch.tensor([0, 6]), "rotary": (torch.zeros(6, 2),) * 2}, "window or rotary"),
+        ({"cu_seqlens_k": torch.tensor([0, 6]), "rotary": (torch.zeros(6, 2),) * 2}, "window, rotary or relative"),
+        ({"cu_seqlens_k": torch.tensor([0, 6]), "relative": RELATIVE}, "window, rotary or relative"),
+        ({"relative": RELATIVE, "rotary": (torch.zeros(6, 2),) * 2}, "relative does not go with rotary"),
+        ({"relative": RELATIVE, "k": torch.zeros(6, 1, 4), "v": torch.zeros(6, 1, 4)}, "fewer key/value heads"),
+        ({"relative": (None, None, RELATIVE[2])}, "one table or two of equal size"),
+        ({"relative": (torch.zeros(2, 2, 4), *RELATIVE[1:])}, r"tables of \[2, 3\] rows"),
+        ({"relative": (None, torch.zeros(3, 2, 5), RELATIVE[2])}, "position_k has shape"),
+        ({"relative": (torch.zeros(3, 2, 4).double(), *RELATIVE[1:])}, "position_q has dtype float64"),
+        ({"relative": (*RELATIVE[:2], torch.zeros(9, dtype=torch.int64))}, "rows has 9 elements"),
+        ({"relative": (*RELATIVE[:2], torch.zeros(12, dtype=torch.int64))}, "rows has 12 elements"),
+        ({"relative": (*RELATIVE[:2], torch.zeros(11))}, "rows has dtype float32"),
+        ({"relative": (*RELATIVE[:2], RELATIVE[2].to("meta"))}, "rows is on meta"),
         ({"cu_seqlens_k": torch.tensor([0, 5])}, "cu_seqlens_k runs from 0 to 5"),
         ({"cu_seqlens_k": torch.tensor([0, 3, 6])}, "cu_seqlens_k has 2 sequences; it must have as many as"),
         ({"cu_seqlens_k": torch.tensor([0, 6]), "bias": torch.zeros(2, 6, 5)}, "n_k at least 6"),

@@ -40,7 +40,7 @@ def lower_kinds() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", lower_kinds())
 def test_lower_instruction_sets_pass_the_same_tests(kind):
-    """In brief: a tenth of the random cases, four families; how torch calls the operators is the same for all levels."""
+    """In brief: a tenth of the random cases, five families; how torch calls the operators is the same for all levels."""
     environment = os.environ | KINDS[kind] | {"STOKER_TEST_BRIEF": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *FILES]
     run = subprocess.run(

@@ -1,12 +1,14 @@
 """Attention over sequences of different lengths, laid end to end without padding.
 
-    S = cap(scale * Q K^T) + bias            cap(s) = c tanh(s / c) with softcap c; -inf where a query may not see a key
+    S = cap(scale * (Q K^T + R)) + bias      cap(s) = c tanh(s / c) with softcap c; -inf where a query may not see a key
+    R_ij = q_i . position_k[r] + k_j . position_q[r]     r: the row for the distance i - j; 0 without relative positions
     P = exp(S) / (rowsum(exp(S)) + exp(sink))    per sequence and head; without sinks the last term is 0: softmax
     O = (P * m / (1 - p)) V                  m: dropout mask
     dV = (P * m / (1 - p))^T dO
     dS = P * (dO V^T * m / (1 - p) - rowsum(dO * O)),   dbias = sum of dS
     dsink = -sum of exp(sink - lse) * rowsum(dO * O)
     dQ = scale * dC K,   dK = scale * dC^T Q,   dC = dS * (1 - tanh^2), or dS without softcap
+    dq_i += scale * sum_j dC_ij position_k[r],   dposition_k[r] = scale * sum of dC_ij q_i over i, j with that r; dk_j alike
 
 Saved for backward: the inputs, O, and the log-sum-exp (lse) of each row; the scores are computed again, block by block
 (csrc/kernels/attention.cpp). With `rotary` Q and K are rotated as they are read, and their gradients rotated back as they
@@ -27,10 +29,13 @@ from stoker.kernels import native
 from stoker.kernels.dropout import check_probability
 from stoker.kernels.registry import check_device, check_tensor, define, draw_key, key_value
 
-__all__ = ["attention", "attention_packed"]
+__all__ = ["Relative", "attention", "attention_packed"]
 
 _UNLIMITED = 2**62
-_BIAS_GROUPS = 4  # parts that the bias gradient is summed in: more parts, more parallel work, more memory
+_GROUPS = 4  # parts that the gradients of bias and positions are summed in: more parts, more parallel work, more memory
+
+Relative = tuple[Tensor | None, Tensor | None, Tensor]
+"""(position_q, position_k, rows): tables (n, heads, size) of relative positions, and their row for each distance."""
 
 
 def attention(
@@ -47,6 +52,7 @@ def attention(
     dropout_p: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    relative: Relative | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
     """Attention of `q` (tokens, heads, size) over `k`, `v` (tokens, kv_heads, size) within each sequence.
@@ -55,12 +61,17 @@ def attention(
     sees (-1: all). `bias` (heads, n_q, n_k), at least as long as the longest sequence, is added to every sequence's scores.
     `rotary` is (cos, sin), each (tokens, r / 2), and rotates the first r of `size` dimensions. `scale` defaults to
     1 / sqrt(size). `softcap` limits scores to +-softcap before the bias. `sinks` (heads,) adds a score to each row that has
-    no value. With `cu_seqlens_k` keys and values have lengths of their own: cross attention, which takes neither `causal`
-    nor `window` nor `rotary`. Returns (tokens, heads, size).
+    no value. `relative` is (position_q, position_k, rows): scale * (q_i . position_k[r] + k_j . position_q[r]) is added to the
+    score of query i and key j before the cap, with r = rows[n - 1 + i - j]; both tables are (any, heads, size), or one is None,
+    and `rows` is (2 n - 1,), n at least the longest sequence; it takes neither grouped heads nor `rotary`. With `cu_seqlens_k`
+    keys and values have lengths of their own: cross attention, which takes neither `causal` nor `window`, `rotary` or
+    `relative`. Returns (tokens, heads, size).
     """
     check_device("attention", q=q, k=k, v=v)
     size = q.shape[-1] if q.dim() else 1
-    options = _options(size, cu_seqlens, cu_seqlens_k, causal, window, bias, rotary, scale, dropout_p, softcap, sinks)
+    options = _options(
+        size, cu_seqlens, cu_seqlens_k, causal, window, bias, rotary, scale, dropout_p, softcap, sinks, relative
+    )
     result: Tensor = _attention(q, k, v, *options)[0]
     return result
 
@@ -79,6 +90,7 @@ def attention_packed(
     dropout_p: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    relative: Relative | None = None,
     layout: Literal["blocks", "heads"] = "blocks",
 ) -> Tensor:
     """As `attention`, with q, k and v side by side in one tensor (tokens, (heads + 2 * kv_heads) * size).
@@ -99,7 +111,7 @@ def attention_packed(
     if layout == "heads" and kv_heads != heads:
         raise ValueError(f"attention: layout 'heads' needs as many key/value heads as heads, {heads}, not {kv_heads}")
     size = qkv.shape[1] // (heads + 2 * kv_heads)
-    options = _options(size, cu_seqlens, None, causal, window, bias, rotary, scale, dropout_p, softcap, sinks)
+    options = _options(size, cu_seqlens, None, causal, window, bias, rotary, scale, dropout_p, softcap, sinks, relative)
     result: Tensor = _attention_packed(qkv, heads, kv_heads, layout, *options)[0]
     return result
 
@@ -111,6 +123,9 @@ class _Options(NamedTuple):
     cu_seqlens_k: Tensor | None
     bias: Tensor | None
     sinks: Tensor | None
+    position_q: Tensor | None
+    position_k: Tensor | None
+    distance_rows: Tensor | None
     cosine: Tensor | None
     sine: Tensor | None
     key: Tensor | None
@@ -122,11 +137,13 @@ class _Options(NamedTuple):
 
 
 _OPTIONS = (
-    "Tensor cu_seqlens, Tensor? cu_seqlens_k, Tensor? bias, Tensor? sinks, Tensor? cosine, Tensor? sine, Tensor? key, "
-    "int left, int right, float scale, float softcap, float p"
+    "Tensor cu_seqlens, Tensor? cu_seqlens_k, Tensor? bias, Tensor? sinks, Tensor? position_q, Tensor? position_k, "
+    "Tensor? distance_rows, Tensor? cosine, Tensor? sine, Tensor? key, int left, int right, float scale, float softcap, float p"
 )
 _TENSORS = _OPTIONS.count("Tensor")
-_BIAS, _SINKS = _Options._fields.index("bias"), _Options._fields.index("sinks")
+_TRAINED = ("bias", "sinks", "position_q", "position_k")
+_INDEX = tuple(_Options._fields.index(name) for name in _TRAINED)
+"""Where the options that can have a gradient are among all of them."""
 
 
 def _options(
@@ -141,11 +158,14 @@ def _options(
     dropout_p: float,
     softcap: float | None,
     sinks: Tensor | None,
+    relative: Relative | None,
 ) -> _Options:
     """The arguments of the public functions as the operators take them."""
     cosine, sine = rotary if rotary is not None else (None, None)
+    position_q, position_k, distance_rows = relative if relative is not None else (None, None, None)
     check_device("attention", cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, bias=bias, sinks=sinks)
     check_device("attention", cos=cosine, sin=sine)
+    check_device("attention", position_q=position_q, position_k=position_k, rows=distance_rows)
     if torch.is_grad_enabled() and any(table is not None and table.requires_grad for table in (cosine, sine)):
         raise ValueError("attention: rotary asks for a gradient, which is not computed; detach cos and sin")
     if softcap is not None and not 0.0 < softcap < math.inf:
@@ -157,6 +177,9 @@ def _options(
         cu_seqlens_k,
         bias,
         sinks,
+        position_q,
+        position_k,
+        distance_rows,
         cosine,
         sine,
         draw_key() if dropout_p > 0.0 else None,
@@ -186,10 +209,11 @@ def _key_lengths(key_tokens: int, lengths: list[int], options: _Options) -> list
     """The lengths of the keys: `lengths`, or in cross attention their own."""
     if options.cu_seqlens_k is None:
         return lengths
-    if min(options.left, options.right) < _UNLIMITED or options.cosine is not None:
+    related = options.cosine, options.distance_rows
+    if min(options.left, options.right) < _UNLIMITED or any(option is not None for option in related):
         raise ValueError(
-            "attention: cu_seqlens_k does not go with causal, window or rotary: positions of queries and of keys are "
-            "unrelated in cross attention"
+            "attention: cu_seqlens_k does not go with causal, window, rotary or relative: positions of queries and of keys "
+            "are unrelated in cross attention"
         )
     key_lengths = _lengths("cu_seqlens_k", options.cu_seqlens_k, key_tokens)
     if len(key_lengths) != len(lengths):
@@ -222,6 +246,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> list[int]:
             )
     if options.sinks is not None:
         check_tensor("attention", "sinks", options.sinks, shape=(heads,), dtypes=(torch.float32,))
+    if options.distance_rows is not None:
+        _check_positions(q, k.shape[1], max(lengths, default=0), options, options.distance_rows)
     if (options.cosine is None) != (options.sine is None):
         raise ValueError("attention: rotary is (cos, sin); one of the two is None")
     if options.cosine is not None and options.sine is not None:
@@ -233,6 +259,30 @@ def _check(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> list[int]:
                 f"head size, {size}"
             )
     return key_lengths
+
+
+def _check_positions(q: Tensor, kv_heads: int, longest: int, options: _Options, rows: Tensor) -> None:
+    _, heads, size = q.shape
+    if kv_heads != heads or options.cosine is not None:
+        raise ValueError("attention: relative does not go with rotary, or with fewer key/value heads than heads")
+    given = {name: table for name in ("position_q", "position_k") if (table := getattr(options, name)) is not None}
+    for name, table in given.items():
+        check_tensor("attention", name, table, shape=(None, heads, size), dtypes=(q.dtype,))
+    counts = {table.shape[0] for table in given.values()}
+    if len(counts) != 1:
+        raise ValueError(
+            f"attention: relative has tables of {sorted(counts)} rows; it must have one table or two of equal size"
+        )
+    check_tensor("attention", "rows", rows, shape=(None,), dtypes=(torch.int64,))
+    if rows.numel() % 2 == 0 or rows.numel() < 2 * longest - 1:
+        raise ValueError(
+            f"attention: rows has {rows.numel()} elements; it must have 2 n - 1, with n at least the longest sequence, {longest}"
+        )
+    lowest, highest = (int(end) for end in rows.aminmax())
+    if lowest < 0 or highest >= next(iter(counts)):
+        raise IndexError(
+            f"attention: rows runs from {lowest} to {highest}; it must be rows of the tables, 0 to {next(iter(counts)) - 1}"
+        )
 
 
 def _dense_last(tensor: Tensor) -> Tensor:
@@ -269,7 +319,7 @@ def _fill(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Any, list
         dtype=native.dtype_code(q.dtype),
         threads=native.threads(),
     )
-    for name in ("bias", "sinks", "cosine", "sine"):
+    for name in (*_TRAINED, "distance_rows", "cosine", "sine"):
         tensor = getattr(options, name)
         if tensor is not None:
             dense = tensor.contiguous()
@@ -277,6 +327,9 @@ def _fill(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Any, list
             setattr(call, name, dense.data_ptr())
     if options.bias is not None:
         call.bias_rows, call.bias_columns = options.bias.shape[1:]
+    if options.distance_rows is not None:
+        call.position_rows = next(t.shape[0] for t in (options.position_q, options.position_k) if t is not None)
+        call.reach = (options.distance_rows.numel() + 1) // 2
     if options.cosine is not None:
         call.rotary_half = options.cosine.shape[1]
     return call, alive
@@ -306,10 +359,9 @@ def _run_backward(
     lse: Tensor,
     dout: Tensor,
     options: _Options,
-    bias_grad: bool,
-    sinks_grad: bool,
-) -> tuple[Tensor, Tensor]:
-    """Writes the gradients of q, k and v into `grads`, whose strides must be those of `inputs`; returns those of bias and sinks.
+    wanted: list[bool],
+) -> list[Tensor]:
+    """Writes the gradients of q, k and v into `grads`, whose strides must be those of `inputs`; returns those of `_TRAINED`.
 
     A gradient that is not wanted is an empty tensor.
     """
@@ -318,27 +370,34 @@ def _run_backward(
     dout = dout.contiguous()
     call.out, call.lse, call.dout = out.data_ptr(), lse.data_ptr(), dout.data_ptr()
     call.dq, call.dk, call.dv = (grad.data_ptr() for grad in grads)
-    dbias, dsinks = (torch.empty(0, dtype=torch.float32) for _ in range(2))
-    if bias_grad:
-        assert options.bias is not None
-        groups = min(_BIAS_GROUPS, max(len(key_lengths), 1))
-        dbias = torch.zeros(groups, *options.bias.shape, dtype=torch.float32)
-        call.dbias, call.bias_groups = dbias.data_ptr(), groups
-    if sinks_grad:
-        assert options.sinks is not None
-        dsinks = torch.empty(options.sinks.shape, dtype=torch.float32)
-        call.dsinks = dsinks.data_ptr()
+    call.groups = min(_GROUPS, max(len(key_lengths), 1))
+    found = []
+    for name, needed in zip(_TRAINED, wanted, strict=True):
+        option = getattr(options, name)
+        parts = () if name == "sinks" else (call.groups,)
+        found.append(torch.zeros(*parts, *option.shape, dtype=torch.float32) if needed else lse.new_empty(0))
+        if needed:
+            setattr(call, f"d{name}", found[-1].data_ptr())
     chunk: int = native.library().stoker_attention_key_chunk()
     longest = max(key_lengths, default=0)
     if longest > chunk:
-        parts = torch.empty(-(-longest // chunk), *out.shape, dtype=torch.float32)
-        call.dq_parts = parts.data_ptr()
-        alive.append(parts)
+        parts_of_dq = torch.empty(-(-longest // chunk), *out.shape, dtype=torch.float32)
+        call.dq_parts = parts_of_dq.data_ptr()
+        alive.append(parts_of_dq)
     native.call("stoker_attention_backward", call)
     del alive
-    if bias_grad:
-        dbias = dbias[0] if len(dbias) == 1 else dbias.sum(0)
-    return dbias, dsinks
+    return [
+        _sum_parts(name, grad, options) if needed else grad
+        for name, grad, needed in zip(_TRAINED, found, wanted, strict=True)
+    ]
+
+
+def _sum_parts(name: str, parts: Tensor, options: _Options) -> Tensor:
+    """The gradient of an option in its own type."""
+    if name == "sinks":
+        return parts
+    total = parts[0] if len(parts) == 1 else parts.sum(0)
+    return total.to(getattr(options, name).dtype)
 
 
 def _register(
@@ -361,26 +420,24 @@ def _register(
         q, _, _ = split(*args[:count])
         return q.new_empty(out_shape(q)), q.new_empty(q.shape[:2], dtype=torch.float32)
 
-    def backward_kernel(
-        dout: Tensor, out: Tensor, lse: Tensor, bias_grad: bool, sinks_grad: bool, *args: Any
-    ) -> tuple[Tensor, ...]:
+    def backward_kernel(dout: Tensor, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any) -> tuple[Tensor, ...]:
         # Gradients are dense; bring the inputs to the same strides so that one set of strides describes both.
         dense, rest = [tensor.contiguous() for tensor in args[:tensors]], args[tensors:count]
         grads = [torch.empty_like(tensor) for tensor in dense]
         views = split(*grads, *rest), split(*dense, *rest)
-        return *grads, *_run_backward(*views, out, lse, dout, _Options(*args[count:]), bias_grad, sinks_grad)
+        return *grads, *_run_backward(*views, out, lse, dout, _Options(*args[count:]), wanted)
 
-    def backward_fake(
-        dout: Tensor, out: Tensor, lse: Tensor, bias_grad: bool, sinks_grad: bool, *args: Any
-    ) -> tuple[Tensor, ...]:
-        options = _Options(*args[count:])
-        wanted = ((options.bias, bias_grad), (options.sinks, sinks_grad))
-        others = [lse.new_empty(t.shape if t is not None and needed else 0) for t, needed in wanted]
+    def backward_fake(dout: Tensor, out: Tensor, lse: Tensor, wanted: list[bool], *args: Any) -> tuple[Tensor, ...]:
+        options = [args[count + index] for index in _INDEX]
+        others = [
+            option.new_empty(option.shape) if needed else lse.new_empty(0)
+            for option, needed in zip(options, wanted, strict=True)
+        ]
         return *(tensor.new_empty(tensor.shape) for tensor in args[:tensors]), *others
 
     gradient = define(
-        f"{name}_backward(Tensor dout, Tensor out, Tensor lse, bool bias_grad, bool sinks_grad, {arguments}, {_OPTIONS}) -> "
-        f"({', '.join(['Tensor'] * (tensors + 2))})",
+        f"{name}_backward(Tensor dout, Tensor out, Tensor lse, bool[] wanted, {arguments}, {_OPTIONS}) -> "
+        f"({', '.join(['Tensor'] * (tensors + len(_TRAINED)))})",
         backward_kernel,
         backward_fake,
     )
@@ -396,13 +453,11 @@ def _register(
         if dout is not None:
             out, lse, *saved = ctx.saved_tensors
             rest, numbers = ctx.numbers
-            wanted = ctx.needs_input_grad[count + _BIAS], ctx.needs_input_grad[count + _SINKS]
-            *grads, dbias, dsinks = gradient(
-                dout, out, lse, *wanted, *saved[:tensors], *rest, *saved[tensors:], *numbers
-            )
-            found[:tensors] = grads
-            found[count + _BIAS] = dbias if wanted[0] else None
-            found[count + _SINKS] = dsinks if wanted[1] else None
+            wanted = [ctx.needs_input_grad[count + index] for index in _INDEX]
+            grads = gradient(dout, out, lse, wanted, *saved[:tensors], *rest, *saved[tensors:], *numbers)
+            found[:tensors] = grads[:tensors]
+            for index, grad, needed in zip(_INDEX, grads[tensors:], wanted, strict=True):
+                found[count + index] = grad if needed else None
         return tuple(found)
 
     return define(
