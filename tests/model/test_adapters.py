@@ -20,7 +20,7 @@ peft = pytest.importorskip("peft")
 HEAD = "SequenceClassification"
 ALL = ["query", "key", "value", "dense"]
 TARGETS = {"Bert": ALL, "DistilBert": ["q_lin", "v_lin", "lin1"], "MPNet": ["q", "v", "dense"], "Albert": ALL,
-           "ModernBert": ["Wqkv", "Wi", "Wo"]}  # fmt: skip
+           "ModernBert": ["Wqkv", "Wi", "Wo"], "DebertaV2": ["query_proj", "key_proj", "value_proj", "dense"]}  # fmt: skip
 
 
 def _stock(family: str = "Bert", head: str = HEAD, targets: list[str] | None = None, **options: Any) -> Any:

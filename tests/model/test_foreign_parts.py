@@ -246,7 +246,7 @@ class _Halves(nn.Module):
         return x * 0.5
 
 
-@pytest.mark.parametrize("family", ["MPNet", "RemBert"])
+@pytest.mark.parametrize("family", ["MPNet", "RemBert", "DebertaV2"])
 @pytest.mark.parametrize("kind", ["eval", "identity", "own"])
 def test_attention_dropout_modules_that_stock_calls_may_be_replaced(family: str, kind: str) -> None:
     stock = tiny.model(family, HEAD)

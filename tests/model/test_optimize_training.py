@@ -37,7 +37,7 @@ def _steps(model: nn.Module, full: tiny.Batch, repeats: int, seed: int) -> torch
     return torch.stack(rows).double()
 
 
-@pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert", "MPNet"])
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert", "MPNet", "DebertaV2"])
 def test_with_dropout_expected_loss_and_gradient_are_those_of_stock(family: str) -> None:
     head, repeats = "SequenceClassification", 150
     full = _batch_without_padding(family, head)

@@ -188,6 +188,8 @@ def _embedding_dropout(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.mark.parametrize("family", [name for name in tiny.FAMILIES if name not in ("MPNet", "Albert")])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_recomputes_the_same_layers(family: str, reentrant: bool) -> None:
+    if reentrant and family == "DebertaV2":
+        pytest.skip("its layers share a tensor that torch's reentrant checkpoint does not know: stock raises an error")
     results = []
     for checkpointed in (False, True):
         model = stoker.optimize(tiny.model(family, "QuestionAnswering", dropout=0.1), dtype=torch.float32)

@@ -25,6 +25,7 @@ CASES = [
     ("ModernBert", "SequenceClassification"),
     ("MPNet", "SequenceClassification"),
     ("Albert", "TokenClassification"),
+    ("DebertaV2", "SequenceClassification"),
 ]
 
 

@@ -26,6 +26,15 @@ _COMMON = {
     "max_position_embeddings": 64,
 }
 _ROBERTA = {**_COMMON, "type_vocab_size": 2, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+_DEBERTA_V3 = {
+    "relative_attention": True,
+    "position_buckets": 6,  # so few that the sequences of the tests reach the logarithmic ones, and the last
+    "max_relative_positions": -1,
+    "pos_att_type": ["p2c", "c2p"],
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+}
 
 CONFIGS = {
     "Bert": lambda: transformers.BertConfig(**_COMMON),
@@ -38,6 +47,7 @@ CONFIGS = {
         vocab_size=VOCABULARY, dim=HIDDEN, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64
     ),
     "MPNet": lambda: transformers.MPNetConfig(**_COMMON),
+    "DebertaV2": lambda: transformers.DebertaV2Config(**_COMMON, **_DEBERTA_V3),
     "Albert": lambda: transformers.AlbertConfig(**_COMMON, embedding_size=24),
     "ModernBert": lambda: transformers.ModernBertConfig(
         **_COMMON,
@@ -48,8 +58,8 @@ CONFIGS = {
         mlp_dropout=0.1,
     ),
 }
-# With STOKER_TEST_BRIEF (the same tests on another instruction set) four families stand for all: plain, learned biases on scores,
-# shared layers, and rotary positions with windows and gated layers.
+# With STOKER_TEST_BRIEF (the same tests on another instruction set) five families stand for all: plain, learned biases on scores,
+# relative positions, shared layers, and rotary positions with windows and gated layers.
 BRIEF = bool(os.environ.get("STOKER_TEST_BRIEF"))
 
 
@@ -59,7 +69,7 @@ def supported(*families: str) -> tuple[str, ...]:
     return tuple(family for family in families if since[family] <= transformers_major())
 
 
-FAMILIES = supported(*(("Bert", "MPNet", "Albert", "ModernBert") if BRIEF else CONFIGS))
+FAMILIES = supported(*(("Bert", "MPNet", "DebertaV2", "Albert", "ModernBert") if BRIEF else CONFIGS))
 HEADS = ("QuestionAnswering", "SequenceClassification", "TokenClassification", "MaskedLM", "MultipleChoice")
 TYPED = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "RemBert", "Albert")
 DROPOUTS = (
@@ -74,21 +84,25 @@ DROPOUTS = (
     "mlp_dropout",
     "embedding_dropout",
     "summary_last_dropout",
+    "pooler_dropout",
 )
 
 
-def config(family: str, dropout: float | None = 0.0):
+def config(family: str, dropout: float | None = 0.0, **changes: object):
     made = CONFIGS[family]()
+    for name, value in changes.items():
+        setattr(made, name, value)
     for name in DROPOUTS:
         if dropout is not None and hasattr(made, name):
             setattr(made, name, dropout)
     return made
 
 
-def model(family: str, head: str = "Model", dropout: float | None = 0.0, seed: int = 0) -> nn.Module:
+def model(family: str, head: str = "Model", dropout: float | None = 0.0, seed: int = 0, **changes: object) -> nn.Module:
+    """`changes`: of its configuration."""
     torch.manual_seed(seed)
     name = f"{family}Model" if head == "Model" else f"{family}For{head}"
-    made = getattr(transformers, name)(config(family, dropout))
+    made = getattr(transformers, name)(config(family, dropout, **changes))
     with torch.no_grad():  # stock initialization is so uniform that errors would stay small
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -112,7 +126,7 @@ def batch(
     family: str, head: str, side: str = "right", lengths: tuple[int, ...] = (7, 12, 1, 9), seed: int = 1
 ) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    padding = 0 if family in ("Bert", "Electra", "RemBert", "DistilBert", "Albert", "ModernBert") else 1
+    padding = 1 if family in ("Roberta", "XLMRoberta", "Camembert", "MPNet") else 0
     width, rows = max(lengths) + 2, len(lengths)
     ids = torch.full((rows, width), padding)
     mask = torch.zeros(rows, width, dtype=torch.long)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from stoker.model.class_swap import cached, stock_class
-from stoker.model.family import Family, MaskedLM, Role
+from stoker.model.family import Family, MaskedLM, RelativePositions, Role
 
-__all__ = ["FAMILIES", "Family", "MaskedLM", "Role", "find", "in_table", "transformers_major"]
+__all__ = ["FAMILIES", "Family", "MaskedLM", "RelativePositions", "Role", "find", "in_table", "transformers_major"]
 
 
 def _row(name: str, folder: str, prefix: str, **changes: object) -> Family:
@@ -73,6 +73,13 @@ def _sliding_window(layer: Any) -> int | None:
     """How many tokens before its own a token sees; the module's window includes the token itself."""
     window = layer.self_attn.sliding_window
     return None if window is None else window - 1
+
+
+def _disentangled_scale(layer: Any) -> float:
+    """Each term of the scores has the variance of the others, so their sum is divided by the root of how many there are."""
+    attention = layer.attention.self
+    terms = 1 + sum(term in attention.pos_att_type for term in ("c2p", "p2c"))
+    return float((attention.attention_head_size * terms) ** -0.5)
 
 
 _ROBERTA_HEAD = MaskedLM(dense="lm_head.dense", norm="lm_head.layer_norm", decoder="lm_head.decoder")
@@ -183,6 +190,47 @@ FAMILIES: tuple[Family, ...] = (
         positions_after_padding=True,
         pooler_slot_until=5,
         masked_lm=_ROBERTA_HEAD,
+    ),
+    _row(
+        "DeBERTa v2 and v3",
+        "deberta_v2",
+        "DebertaV2",
+        tuple_until=5,
+        tuple_size=2,
+        query="attention.self.query_proj",
+        key="attention.self.key_proj",
+        value="attention.self.value_proj",
+        scale=_disentangled_scale,
+        attention_dropout_called=True,
+        relative=RelativePositions(
+            active="attention.self.relative_attention",
+            table="rel_embeddings",
+            distances="relative_pos",
+            span="attention.self.pos_ebd_size",
+            terms="attention.self.pos_att_type",
+            query="attention.self.pos_query_proj",
+            key="attention.self.pos_key_proj",
+            shared="attention.self.share_att_key",
+            dropout="attention.self.pos_dropout",
+        ),
+        distances_class="DebertaV2Encoder",
+        embedding_projection="embed_proj",
+        needs_stock=lambda model: "it has a convolution over tokens" if model.encoder.conv is not None else None,
+        # of four dimensions, so that no (tokens, tokens) mask is made of it; embeddings are multiplied with it
+        empty_mask=torch.ones(1, 1, 1, 1),
+        masked_lm=MaskedLM(
+            dense="cls.predictions.transform.dense",
+            activation="cls.predictions.transform.transform_act_fn",
+            norm="cls.predictions.transform.LayerNorm",
+            decoder="cls.predictions.decoder",
+        ),
+        other_masked_lm=MaskedLM(
+            dense="lm_predictions.lm_head.dense",
+            activation="lm_predictions.lm_head.transform_act_fn",
+            norm="lm_predictions.lm_head.LayerNorm",
+            decoder="deberta.embeddings.word_embeddings",
+            table_bias="lm_predictions.lm_head.bias",
+        ),
     ),
     _row(
         "ALBERT",

@@ -10,10 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Family", "MaskedLM", "Norm", "Role"]
+__all__ = ["Family", "MaskedLM", "Norm", "RelativePositions", "Role"]
 
 Role = Literal[
-    "base", "layer", "embeddings", "relative_bias_class", "question_answering", "masked_lm_model", "causal_lm"
+    "base",
+    "layer",
+    "embeddings",
+    "relative_bias_class",
+    "distances_class",
+    "question_answering",
+    "masked_lm_model",
+    "causal_lm",
 ]
 """The fields of a row that name a class."""
 
@@ -32,10 +39,34 @@ class MaskedLM:
     """None: the head calls gelu as a function."""
     counts_items: bool = False
     """The loss is a sum divided by num_items_in_batch, if a trainer passes that."""
+    table_bias: str | None = None
+    """Path of the bias, if the decoder is the table of word embeddings, whose weight stock reads."""
 
     def containers(self) -> tuple[str, ...]:
         """The modules that contain these parts; the fused loss does not call them."""
-        return _containers(self.dense, self.norm, self.decoder)
+        return _containers(self.dense, self.norm, *(() if self.table_bias else (self.decoder,)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativePositions:
+    """Where a layer keeps what it needs for scores by the distance of query and key (DeBERTa's disentangled attention)."""
+
+    active: str
+    """Path of a flag: the model has relative positions at all."""
+    table: str
+    """Name of the layer's argument that contains the embeddings of positions (2 * span, width)."""
+    distances: str
+    """Name of the layer's argument that contains the position of each distance, from the most negative distance on."""
+    span: str
+    """Path of half the number of rows: the row of a distance is its position + span."""
+    terms: str
+    """Path of the list of terms: "c2p" (queries with the keys of positions), "p2c" (keys with the queries of positions)."""
+    query: str
+    key: str
+    """The projections of positions."""
+    shared: str
+    """Path of a flag: the projections of tokens serve positions too, and those above do not exist."""
+    dropout: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,8 +99,8 @@ class Family:
     """Norms of q and k, of each head or of all heads together, as the size of their weights says."""
     grouped: str | None = None
     """Path of a configuration with num_attention_heads and num_key_value_heads, which may be fewer; None: as many as q has."""
-    scale: str | None = None
-    """Path of the factor of the scores; None: 1 / sqrt(head size)."""
+    scale: str | Callable[[Any], float] | None = None
+    """Path of the factor of the scores, or the factor of a given layer; None: 1 / sqrt(head size)."""
     softcap: str | None = None
     """Path of the bound of the scores, softcap * tanh(score / softcap), which may be None."""
     head_size: str = "attention.self.attention_head_size"
@@ -91,6 +122,9 @@ class Family:
     """Name of the layer's argument that contains a bias (1, heads, length, length)."""
     relative_bias_class: str | None = None
     """The class whose compute_position_bias(hidden) computes that bias."""
+    relative: RelativePositions | None = None
+    distances_class: str | None = None
+    """The class whose get_rel_pos(hidden) computes the positions of all distances."""
 
     # feed forward
     up: str = "intermediate.dense"
@@ -112,6 +146,8 @@ class Family:
     """Path of a flag: feed forward reads the layer's input, not the sum after attention (GPT-NeoX)."""
     tuple_until: int = 0
     """Layers return a tuple in transformers up to this major version."""
+    tuple_size: int = 1
+    """The length of that tuple: what follows the hidden states is None."""
     since: int = 4
     """The row applies to transformers from this major version on."""
 
@@ -119,12 +155,16 @@ class Family:
     word: str = "word_embeddings"
     position: str | None = "position_embeddings"
     token_type: str | None = "token_type_embeddings"
+    embedding_projection: str | None = None
+    """Path of a linear layer between the tables and the norm, or of None; with such a layer embeddings run as in stock."""
     embedding_norm: str = "LayerNorm"
     embedding_dropout: str = "dropout"
     positions_after_padding: bool = False
     """Positions count from padding_idx + 1, and padding tokens do not count (RoBERTa)."""
 
     # the model around the layers
+    needs_stock: Callable[[Any], str | None] | None = None
+    """The reason why a given base model always runs as stock does, None if it need not."""
     pooled: Callable[[Any, Any], Any] = lambda model, hidden: model.pooler(hidden)
     """The pooler's output from hidden states (batch, length, width)."""
     empty_mask: object = None
@@ -134,6 +174,8 @@ class Family:
     span_logits: str = "qa_outputs"
     """Path in the question-answering model of the module that computes start and end logits."""
     masked_lm: MaskedLM | None = None
+    other_masked_lm: MaskedLM | None = None
+    """A head that models of this family may have instead."""
 
     def projections(self) -> tuple[str, ...]:
         """The linear layers that compute q, k and v."""

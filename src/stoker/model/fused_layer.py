@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.activation import bias_activation, gated_activation
-from stoker.kernels.attention import attention, attention_packed
+from stoker.kernels.attention import Relative, attention, attention_packed
 from stoker.kernels.dropout import dropout
 from stoker.kernels.embedding import embedding_layer_norm_dropout
 from stoker.kernels.lora import lora_linear_packed
@@ -25,7 +25,7 @@ from stoker.model.families import Family, transformers_major
 from stoker.model.leaf_modules import activation_kind, dropout_probability, only_gathers, rms_eps
 from stoker.model.sequences import Sequences, ambient, attach
 
-__all__ = ["FusedEmbeddings", "FusedLayer", "RelativeBias"]
+__all__ = ["FusedEmbeddings", "FusedLayer", "RelativeBias", "RelativeDistances"]
 
 
 class FusedLayer(Optimized):
@@ -62,7 +62,7 @@ class FusedLayer(Optimized):
         x = hidden.squeeze(0).to(stoker_sequences.dtype)  # not hidden[0], whose gradient is a copy
         run = _pre_norm if row.pre_norm else _post_norm
         y = run(_Parts(self, row, self.stoker_settings.fuse), x, stoker_sequences, extra).unsqueeze(0)
-        return (y,) if row.tuple_until >= transformers_major() else y
+        return (y, *[None] * (row.tuple_size - 1)) if row.tuple_until >= transformers_major() else y
 
 
 def _post_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
@@ -101,9 +101,10 @@ def _attend(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]
         # stock passes both halves of the angles, which are equal; the kernel needs fp32, whatever the parameters are
         "rotary": None if rotary is None else tuple(part[0, :, : part.shape[-1] // 2].float() for part in rotary),
         "bias": None if bias is None else bias.squeeze(0).float(),
-        "scale": child(layer, row.scale) if row.scale else None,
+        "scale": child(layer, row.scale) if isinstance(row.scale, str) else row.scale and row.scale(layer),
         "softcap": child(layer, row.softcap) if row.softcap else None,
         "dropout_p": _attention_dropout(m),
+        "relative": _relative(m, sequences, extra, size),
     }
     if row.query_norm is None or row.key_norm is None:
         layout: Literal["heads", "blocks"] = "heads" if row.packed_by_head else "blocks"
@@ -112,6 +113,20 @@ def _attend(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]
     q, k = (m.norm_heads(path, part, size) for path, part in zip((row.query_norm, row.key_norm), parts, strict=False))
     v = parts[2].view(-1, kv_heads, size)
     return attention(q, k, v, sequences.cu_seqlens, **options).flatten(1)
+
+
+def _relative(m: _Parts, sequences: Sequences, extra: dict[str, Any], size: int) -> Relative | None:
+    """The projected tables of relative positions, as far as the distances in this batch need them."""
+    parts, paths = m.row.relative, m.position_paths()
+    if parts is None or not paths or parts.table not in extra or parts.distances not in extra:
+        return None
+    span = child(m.layer, parts.span)
+    rows = (extra[parts.distances] + span).clamp(0, 2 * span - 1)
+    first, last = (int(end) for end in rows.aminmax())
+    table = m.dropout(parts.dropout, extra[parts.table][first : last + 1].to(sequences.dtype))
+    projected = m.project_together(tuple(paths.values()), table).unflatten(1, (len(paths), -1, size)).unbind(1)
+    found = dict(zip(paths, projected, strict=True))
+    return found.get("p2c"), found.get("c2p"), rows - first
 
 
 def _head_counts(m: _Parts, all_heads: int) -> tuple[int, int]:
@@ -212,6 +227,15 @@ class _Parts:
             return self.norm(path, x.reshape(x.shape[0], -1, size))
         return self.norm(path, x).view(x.shape[0], -1, size)
 
+    def position_paths(self) -> dict[str, str]:
+        """The linear layers that project relative positions, by the term of the scores they are for."""
+        parts = self.row.relative
+        if parts is None or not child(self.layer, parts.active):
+            return {}
+        shared, terms = child(self.layer, parts.shared), child(self.layer, parts.terms)
+        paths = {"p2c": self.row.query if shared else parts.query, "c2p": self.row.key if shared else parts.key}
+        return {term: path for term, path in paths.items() if term in terms}
+
     def dropout(self, path: str | None, x: Tensor) -> Tensor:
         p = self.probability(path)
         if p == 0.0:
@@ -227,6 +251,9 @@ class _Parts:
         row = self.row
         qkv = [child(self.layer, path) for path in row.projections()]
         called = qkv if _read_together(qkv) is None else []
+        positions = [child(self.layer, path) for path in self.position_paths().values()]
+        if _read_together(positions) is None:
+            called += [module for module in positions if module not in called]
         linears = [child(self.layer, path) for path in (row.out, *row.ups(), row.down)]
         called += [module for module in linears if read_linear(module) is None]
         # a norm is read together with the dropout before it
@@ -238,7 +265,8 @@ class _Parts:
         for path in row.norms():
             readable = self._norm_weights(path) and self.probability(with_dropout.get(path)) is not None
             called += [] if readable else [child(self.layer, path)]
-        dropouts = (row.out_dropout, row.inner_dropout, row.down_dropout)
+        of_positions = row.relative.dropout if row.relative and positions else None
+        dropouts = (row.out_dropout, row.inner_dropout, row.down_dropout, of_positions)
         called += [child(self.layer, path) for path in dropouts if path and self.probability(path) is None]
         activation = child(self.layer, row.activation)
         called += [activation] if activation_kind(activation) is None and isinstance(activation, nn.Module) else []
@@ -249,7 +277,8 @@ class _Parts:
         if not self.fuse:
             return []
         called = self.called()
-        paths = (*self.row.projections(), self.row.out, *self.row.ups(), self.row.down)
+        positions = (path for path in self.position_paths().values() if path not in self.row.projections())
+        paths = (*self.row.projections(), self.row.out, *self.row.ups(), self.row.down, *positions)
         linears = [module for path in paths if (module := child(self.layer, path)) not in called]
         return [module for module in linears if (parts := read_linear(module)) is not None and parts.adapters]
 
@@ -303,10 +332,8 @@ class FusedEmbeddings(Optimized):
             return super().forward(*args, **kwargs)
         row: Family = self.stoker_row
         ids = call["input_ids"]
-        word, norm = child(self, row.word), child(self, row.embedding_norm)
-        drop = child(self, row.embedding_dropout)
-        position = child(self, row.position) if row.position else None
-        token_type = child(self, row.token_type) if row.token_type else None
+        word, position, token_type = self._tables()
+        norm, drop = child(self, row.embedding_norm), child(self, row.embedding_dropout)
         return embedding_layer_norm_dropout(
             ids,
             None if position is None else call["position_ids"].expand_as(ids),
@@ -322,20 +349,29 @@ class FusedEmbeddings(Optimized):
             padding_idx=word.padding_idx,
         )
 
-    def _fusable(self, call: dict[str, Any]) -> bool:
+    def _tables(self) -> list[Any]:
+        """The tables of words, positions and token types; None where there is none."""
         row: Family = self.stoker_row
+        return [None if path is None else child(self, path) for path in (row.word, row.position, row.token_type)]
+
+    def _fusable(self, call: dict[str, Any]) -> bool:
+        _, position, _ = self._tables()
         if "input_ids" not in call or "inputs_embeds" in call or call.get("past_key_values_length"):
             return False
-        if (row.position is not None and "position_ids" not in call) or not self._readable():
+        if "mask" in call and not bool(call["mask"].all()):  # DeBERTa's embeddings are zero at padding
+            return False
+        if (position is not None and "position_ids" not in call) or not self._readable():
             return False
         # The kernel handles the padding index of the word table only. RoBERTa's position table has one too, which matters
         # if a padding token is not masked.
-        padding = child(self, row.position).padding_idx if row.position else None
+        padding = None if position is None else position.padding_idx
         return padding is None or not bool((call["position_ids"] == padding).any())
 
     def _readable(self) -> bool:
         row: Family = self.stoker_row
-        tables = [child(self, path) for path in (row.word, row.position, row.token_type) if path is not None]
+        if row.embedding_projection and child(self, row.embedding_projection) is not None:
+            return False
+        tables = [table for table in self._tables() if table is not None]
         if not all(plain(table, nn.Embedding) and _readable_table(table) for table in tables):
             return False
         norm, drop = child(self, row.embedding_norm), child(self, row.embedding_dropout)
@@ -346,6 +382,28 @@ class FusedEmbeddings(Optimized):
 def _readable_table(table: Any) -> bool:
     weight = table.weight
     return only_gathers(table) and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+class RelativeDistances(Optimized):
+    """Override of an encoder that computes the relative position of every pair of tokens: one of each distance is enough."""
+
+    stoker_part = "relative positions"
+
+    def stoker_called(self) -> list[nn.Module]:
+        """The modules inside that are called: not the table of positions, whose weight stock reads."""
+        return [module for module in self.children() if not isinstance(module, nn.Embedding)]
+
+    def get_rel_pos(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        stock: Any = super()
+        if (sequences := ambient(hidden_states)) is None:
+            return stock.get_rel_pos(hidden_states, *args, **kwargs)
+        # all tokens of the longest sequence as queries, its first one as the only key
+        tokens = hidden_states.new_empty(1, sequences.longest, 0)
+        positions = stock.get_rel_pos(tokens[:, :1], tokens)
+        if positions is None:
+            return None
+        ahead = positions.reshape(-1)
+        return torch.cat([-ahead[1:].flip(0), ahead])
 
 
 class RelativeBias(Optimized):

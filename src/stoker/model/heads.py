@@ -16,7 +16,7 @@ from stoker.kernels.frozen_parameter import stored_values, stored_weight
 from stoker.kernels.linear import linear
 from stoker.kernels.loss import linear_cross_entropy
 from stoker.kernels.tracing import stock_wanted
-from stoker.model.class_swap import Optimized, child, named, plain, unhooked
+from stoker.model.class_swap import Optimized, child, named, ordinary, plain, unhooked
 from stoker.model.families import Family, MaskedLM
 from stoker.model.label_smoothing import DeferredLoss, labels_are_expected
 from stoker.model.lazy_output import lazy_output
@@ -64,29 +64,31 @@ class MaskedLMModel(Optimized):
 
     def stoker_read(self) -> list[nn.Module]:
         """The modules whose weights a training step reads instead of calling them; none if the head cannot be read."""
-        head: MaskedLM | None = self.stoker_row.masked_lm
+        head = _head(self)
         if head is None or not _stock_loss(self, head) or not _is_plain(self, head):
             return []
-        paths = (head.dense, head.decoder, *([head.activation] if head.activation else []))
+        paths = [head.dense, *([head.activation] if head.activation else [])]
+        paths += [] if head.table_bias else [head.decoder]  # the embeddings call their table
         return [child(self, path) for path in paths]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = named(self, args, kwargs)
-        if not self._fusable(call):
+        head = _head(self)
+        if head is None or not self._fusable(call, head):
             return super().forward(*args, **kwargs)
-        head: MaskedLM = self.stoker_row.masked_lm
         given = call.pop("labels", None)
         items = call.get("num_items_in_batch") if head.counts_items else None
         outputs = child(self, str(self.base_model_prefix))(**{**call, "return_dict": True})
-        hidden, decoder = outputs[0], child(self, head.decoder)
+        hidden = outputs[0]
 
         def loss(labels: Tensor, ignored: int, items: Tensor | int | None, smoothing: float = 0.0) -> Tensor:
             labels = labels.reshape(-1)
             labelled = (labels != ignored).nonzero().squeeze(1)
+            weight, bias = _decoder(self, head)
             return linear_cross_entropy(
                 _features(self, head, hidden.flatten(0, 1).index_select(0, labelled)),
-                stored_values(decoder.weight),
-                decoder.bias,
+                stored_values(weight),
+                bias,
                 labels.index_select(0, labelled),
                 ignored,
                 "mean" if items is None else "sum",
@@ -97,22 +99,34 @@ class MaskedLMModel(Optimized):
         return lazy_output(
             "MaskedLMOutput",
             DeferredLoss(False, loss) if given is None else loss(given, IGNORED, items),
-            lambda: decoder(_features(self, head, hidden)),
+            lambda: nn.functional.linear(_features(self, head, hidden), *_decoder(self, head)),
             hidden_states=outputs.get("hidden_states"),
             attentions=outputs.get("attentions"),
         )
 
-    def _fusable(self, call: dict[str, Any]) -> bool:
-        row: Family = self.stoker_row
+    def _fusable(self, call: dict[str, Any], head: MaskedLM) -> bool:
         if not (self.training and torch.is_grad_enabled() and ("labels" in call or labels_are_expected())):
             return False
-        if row.masked_lm is None or "ignore_index" in call or not _stock_loss(self, row.masked_lm):
+        if "ignore_index" in call or not _stock_loss(self, head):
             return False
         if not call.get("return_dict", getattr(self.config, "return_dict", True)):
             return False
-        if stock_wanted() or not _is_plain(self, row.masked_lm):
+        if stock_wanted() or not _is_plain(self, head):
             return False
         return "labels" not in call or bool((call["labels"] != IGNORED).any())
+
+
+def _head(model: Any) -> MaskedLM | None:
+    """Where this model keeps the parts of its head; None if the table does not say."""
+    row: Family = model.stoker_row
+    heads = (head for head in (row.masked_lm, row.other_masked_lm) if head is not None)
+    return next((head for head in heads if hasattr(model, head.dense.partition(".")[0])), None)
+
+
+def _decoder(model: nn.Module, head: MaskedLM) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the last product."""
+    module = child(model, head.decoder)
+    return module.weight, child(model, head.table_bias) if head.table_bias else module.bias
 
 
 def _stock_loss(model: Any, head: MaskedLM) -> bool:
@@ -136,7 +150,7 @@ def _is_plain(model: nn.Module, head: MaskedLM) -> bool:
         all(unhooked(child(model, path)) for path in head.containers())
         and plain(child(model, head.dense), nn.Linear)
         and plain(child(model, head.norm), nn.LayerNorm)
-        and plain(decoder, nn.Linear)
+        and (ordinary(decoder) if head.table_bias else plain(decoder, nn.Linear))
         and (head.activation is None or activation_kind(child(model, head.activation)) is not None)
         and decoder.weight.device.type == "cpu"
         and decoder.weight.dtype in (torch.float32, torch.bfloat16)

@@ -23,7 +23,7 @@ from stoker.model.causal_lm import CausalLMModel
 from stoker.model.class_swap import Optimized, Settings, child, restore_class, swap_class
 from stoker.model.families import Role, find
 from stoker.model.frozen_weights import check_form, store_frozen, widen_frozen
-from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias
+from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias, RelativeDistances
 from stoker.model.heads import MaskedLMModel, QuestionAnsweringModel, SpanLogits
 from stoker.model.leaf_modules import kernel_for
 from stoker.model.optimization_report import Notes, forget, note, report
@@ -157,6 +157,7 @@ def _swap_classes(model: nn.Module, settings: Settings) -> None:
         "base": PaddingFreeModel,
         "layer": FusedLayer,
         "relative_bias_class": RelativeBias,
+        "distances_class": RelativeDistances,
         "question_answering": QuestionAnsweringModel,
     }
     if settings.fuse:

@@ -223,6 +223,8 @@ def _why_stock(model: Any, call: dict[str, Any]) -> str | None:
         if name in call:
             return reason
     row: Family = model.stoker_row
+    if row.needs_stock is not None and (always := row.needs_stock(model)):
+        return always
     if call.get("use_cache"):
         return "a cache is requested"
     if row is not ANY and (other := _other_attention(config, call, row.causal)):

@@ -9,10 +9,10 @@ checkpointing keeps them among the arguments of whatever it recomputes.
 
 There is one fallback, `ambient`: the context of the base model's call. It serves those that do not receive the keyword:
 
-- RemBERT and MPNet, whose base models drop keyword arguments, and every family in transformers 4;
+- RemBERT, MPNet and DeBERTa, whose base models drop keyword arguments, and every family in transformers 4;
 - encoders and wrappers that users put between a base model and its layers, if they drop keyword arguments;
-- functions that are called with hidden states only: MPNet's `compute_position_bias` and the span logits of a
-  question-answering head.
+- functions that are called with hidden states only: MPNet's `compute_position_bias`, DeBERTa's `get_rel_pos` and the span
+  logits of a question-answering head.
 
 A checkpoint around such a layer or encoder recomputes it during the backward pass, when that context is gone. For this case
 `attach` leaves the sequences on the storage of the hidden states, which the checkpoint keeps.
