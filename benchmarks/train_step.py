@@ -37,6 +37,8 @@ class Case:
     lengths: tuple[tuple[int, ...], ...]
     pad_to: int | None
     """What stock pads to; None: the longest of the batch."""
+    family: str = "Bert"
+    """The prefix of its classes in transformers."""
 
 
 CASES = {
@@ -44,25 +46,41 @@ CASES = {
     "minilm-qa": Case("MiniLM-L6, SQuAD, batch 12, max 384", 384, 6, "qa", SQUAD, 384),
     "bert-mrpc": Case("BERT-base, MRPC, batch 16", 768, 12, "classify", MRPC, None),
     "minilm-mrpc": Case("MiniLM-L6, MRPC, batch 16", 384, 6, "classify", MRPC, None),
+    "deberta-qa": Case("DeBERTa-v3-small, SQuAD, batch 12, max 384", 768, 6, "qa", SQUAD, 384, "DebertaV2"),
+    "deberta-mrpc": Case("DeBERTa-v3-small, MRPC, batch 16", 768, 6, "classify", MRPC, None, "DebertaV2"),
 }
-HEADS, VOCABULARY = 12, 30522
+HEADS = 12
+MORE: dict[str, dict[str, Any]] = {
+    "Bert": {"vocab_size": 30522},
+    "DebertaV2": {  # as microsoft/deberta-v3-small has it
+        "vocab_size": 128100,
+        "type_vocab_size": 0,
+        "relative_attention": True,
+        "position_buckets": 256,
+        "pos_att_type": ["p2c", "c2p"],
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+    },
+}
+"""What the configuration of a family has beside its size."""
 
 
 def build_model(case: Case) -> Any:
     import torch
-    from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
+    import transformers
 
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCABULARY,
+    config = getattr(transformers, f"{case.family}Config")(
+        **MORE[case.family],
         hidden_size=case.hidden,
         num_hidden_layers=case.layers,
         num_attention_heads=HEADS,
         intermediate_size=4 * case.hidden,
         num_labels=2,
     )
-    kind = BertForQuestionAnswering if case.task == "qa" else BertForSequenceClassification
-    return kind(config).train()
+    head = "QuestionAnswering" if case.task == "qa" else "SequenceClassification"
+    return getattr(transformers, f"{case.family}For{head}")(config).train()
 
 
 def batch(case: Case, number: int, pad_to: int | None) -> dict[str, Any]:
@@ -73,8 +91,10 @@ def batch(case: Case, number: int, pad_to: int | None) -> dict[str, Any]:
     width = pad_to or max(lengths)
     generator = torch.Generator().manual_seed(number)
     mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
-    ids = torch.randint(1000, VOCABULARY, (len(lengths), width), generator=generator) * mask
-    inputs = {"input_ids": ids, "attention_mask": mask.long(), "token_type_ids": torch.zeros_like(ids)}
+    ids = torch.randint(1000, MORE[case.family]["vocab_size"], (len(lengths), width), generator=generator) * mask
+    inputs = {"input_ids": ids, "attention_mask": mask.long()}
+    if case.family == "Bert":
+        inputs["token_type_ids"] = torch.zeros_like(ids)
     if case.task == "qa":
         spots = torch.tensor([length // 2 for length in lengths])
         return {**inputs, "start_positions": spots, "end_positions": spots}
@@ -153,18 +173,26 @@ def products_alone(name: str) -> Step:
         torch.randn(out, inp)
         for out, inp in ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
     ]
+    relative = case.family == "DebertaV2"
+    both = torch.randn(2 * width, width)  # the projections of relative positions
+
+    def all_three(rows: int, weight: torch.Tensor) -> None:
+        x, dy = (torch.empty(rows, n) for n in (weight.shape[1], weight.shape[0]))
+        layers._linear(x, [weight], [], [], "")
+        layers.input_gradient([dy], [weight], [], "")
+        layers.weight_gradient(dy, x, torch.float32, "")
 
     def step(number: int) -> None:
         lengths = case.lengths[number % len(case.lengths)]
         for _ in range(case.layers):
             for weight in weights:
-                x, dy = (torch.empty(sum(lengths), n) for n in (weight.shape[1], weight.shape[0]))
-                layers._linear(x, [weight], [], [], "")
-                layers.input_gradient([dy], [weight], [], "")
-                layers.weight_gradient(dy, x, torch.float32, "")
-            for length in lengths:  # scores and context, and the two products of each one's gradient
+                all_three(sum(lengths), weight)
+            if relative:
+                all_three(min(2 * max(lengths) - 1, 2 * MORE[case.family]["position_buckets"]), both)
+            for length in lengths:
                 tall, wide = torch.empty(HEADS, length, size), torch.empty(HEADS, length, length)
-                for _ in range(3):
+                # scores and context, and the two products of each one's gradient; scores of relative positions twice more
+                for _ in range(6 if relative else 3):
                     torch.bmm(tall, tall.transpose(1, 2))
                     torch.bmm(wide, tall)
 
