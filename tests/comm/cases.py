@@ -341,6 +341,26 @@ def sequence_numbers(rank: int, size: int) -> None:
     assert numbers[0] >= 4  # type: ignore[operator]
 
 
+def detailed_debugging(rank: int, size: int) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: torch compares the collectives of all ranks before it starts them."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group()
+        x = torch.ones(3)
+        dist.all_reduce(x, group=group)
+        dist.barrier(group=group)
+        assert x.tolist() == [float(size)] * 3
+        try:
+            dist.all_reduce(torch.ones(3 + rank), group=group)
+            found = "no error"
+        except RuntimeError as error:
+            found = str(error)
+        assert "Detected mismatch between collectives" in found
+    finally:
+        dist.set_debug_level(before)
+
+
 def sparse_allreduce(rank: int, size: int) -> None:
     """Ranks share some rows, have some alone, and one has none; rows are vectors, as in the gradient of an embedding."""
     rows = [] if rank == 1 else [rank, 5, 5]

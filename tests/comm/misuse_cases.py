@@ -70,8 +70,6 @@ def tensors_that_do_not_fit(rank: int, size: int) -> None:
         (lambda: group.allreduce([torch.ones(3).to_sparse()], maximum), "unsupported reduction operation"),
         (lambda: group.allreduce_coalesced([]), "requires non-empty tensor list"),
         (lambda: group.allgather([], []), "requires non-empty input tensor list"),
-        (lambda: group.allgather_into_tensor_coalesced([], []), "at least one"),
-        (lambda: group.reduce_scatter_tensor_coalesced([], []), "at least one"),
         (lambda: dist.all_gather_coalesced([alone], alone), ""),
     ]
     if rank == 0:

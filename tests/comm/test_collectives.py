@@ -24,7 +24,7 @@ PLAIN = [
     "reduce_scatter", "alltoall", "alltoall_single", "gather", "scatter", "barrier", "send_and_receive",
     "exchange_in_a_ring", "tags_keep_messages_apart", "messages_wait_for_their_tag",
     "messages_of_one_tag_keep_their_order", "receive_from_any_source", "messages_use_no_thread_and_no_memory_per_tag",
-    "sequence_numbers", "sparse_allreduce", "several_tensors", "aliased_tensors", "gather_has_a_future",
+    "sequence_numbers", "detailed_debugging", "sparse_allreduce", "several_tensors", "aliased_tensors", "gather_has_a_future",
     "inference_tensors", "objects", "sub_groups", "async_work", "futures", "async_order_is_free_between_groups",
     "data_parallel", "sharded_parallel", "zero_optimizer", "functional_collectives",
 ]  # fmt: skip
