@@ -210,6 +210,14 @@ PARTS: dict[str, Part] = {
             f"{_TRAINER}._finish_current_push()",
         ),
     ),
+    "masked-LM task": Part(
+        "`stoker train mlm` cannot train",
+        (
+            f"{_TRAINER}.get_eval_dataloader(eval_dataset)",
+            f"{_TRAINER}.prediction_step(model, inputs, prediction_loss_only, ignore_keys)",
+            f"{_TRAINER}._prepare_inputs(inputs)",
+        ),
+    ),
     "TRL trainers": Part(
         "`stoker train sft` cannot train",
         (

@@ -5,6 +5,7 @@ A file that cannot be read raises UserError. Pipes are supported (`-f <(make-hos
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import os
@@ -15,10 +16,11 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from stoker.errors import UserError
 
-__all__ = ["MIB", "check_replaceable", "read_bytes", "read_standard_input", "read_text"]
+__all__ = ["MIB", "check_replaceable", "read_bytes", "read_standard_input", "read_text", "stream_bytes"]
 
 MIB = 1 << 20
 _PATIENCE = 10.0
@@ -41,14 +43,37 @@ def read_bytes(
     path: str | os.PathLike[str], what: str, *, limit: int, gzipped: bool = False, advice: str = ""
 ) -> bytes:
     """The content of a file of at most `limit` bytes, after unpacking if it is `gzipped`."""
-    try:
+    with _as_user_error(path, what, limit, advice):
         raw = b"".join(_chunks(os.path.expanduser(path), limit))
         if gzipped:
             with gzip.GzipFile(fileobj=io.BytesIO(raw)) as packed:
                 raw = packed.read(limit + 1)
             if len(raw) > limit:
                 raise _TooLarge
-        return raw
+    return raw
+
+
+def stream_bytes(path: str | os.PathLike[str], what: str, *, gzipped: bool = False) -> Iterator[bytes]:
+    """The content of a file of any size, piece by piece, unpacked if it is `gzipped`. Not for pipes, which can be read once."""
+    with _as_user_error(path, what), open(_regular(os.path.expanduser(path)), "rb") as file:
+        source: IO[bytes] = gzip.GzipFile(fileobj=file) if gzipped else file  # type: ignore[assignment]
+        while piece := source.read(MIB):
+            yield piece
+
+
+def _regular(path: str) -> str:
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise OSError("it is a folder")
+    if not stat.S_ISREG(mode):
+        raise OSError("it is a device, pipe or socket, not a file")
+    return path
+
+
+@contextlib.contextmanager
+def _as_user_error(path: object, what: str, limit: int = 0, advice: str = "") -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError:
         raise UserError(f"{what} {path} does not exist{advice and '; '}{advice}") from None
     except _TooLarge:

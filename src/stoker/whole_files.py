@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["remove_unfinished", "write_text"]
 
-_UNFINISHED = re.compile(r"\.(.+\.(html|json|md|txt))\.partial")
+_UNFINISHED = re.compile(r"\.(.+\.(conll|html|json|jsonl|md|txt))\.partial")
 
 
 def write_text(path: Path, text: str, *, errors: str = "strict") -> None:

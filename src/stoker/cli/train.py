@@ -14,15 +14,17 @@ __all__ = ["main"]
 _TASKS = {
     "qa": "answer questions from texts (SQuAD)",
     "classify": "classify texts or pairs of texts, or predict a number (GLUE)",
+    "ner": "find named entities in texts",
+    "mlm": "continue the pre-training of a model on texts, by masked words",
     "sft": "fine-tune a language model on chats, instructions, texts or preference pairs",
     "embed": "train an embedding model on pairs, triplets, pairs with scores, or labelled texts",
 }
-
-_PACKAGES = {
-    "sft": (["transformers", "datasets", "peft", "trl"], "TRL, PEFT and datasets"),
-    "embed": (["transformers", "datasets", "sentence_transformers"], "sentence-transformers and datasets"),
+_NEEDS = {
+    "sft": (["datasets", "peft", "trl"], "TRL, PEFT and datasets"),
+    "ner": (["seqeval"], "transformers and seqeval"),
+    "embed": (["datasets", "sentence_transformers"], "sentence-transformers and datasets"),
 }
-"""What tasks need beside transformers, imported name by name, and how a message calls it. The extra has the name of the task."""
+"""Packages that a task needs besides transformers, and what the message calls them; the extra is named like the task."""
 
 _OVERVIEW = """usage: stoker train TASK [options]
        stoker train TASK RECIPE [options]
@@ -30,6 +32,8 @@ _OVERVIEW = """usage: stoker train TASK [options]
 Fine-tunes a model, evaluates it, and writes it with a report of the run. Tasks:
   qa         answer questions from texts (SQuAD 1.1 and 2.0)
   classify   classify texts or pairs of texts, or predict a number for them (GLUE)
+  ner        find named entities in texts (CoNLL columns, spans)
+  mlm        continue the pre-training of a model on your own texts, by masked words
   sft        fine-tune a language model on chats, instructions, texts or preference pairs
   embed      train an embedding model on pairs, triplets, pairs with scores, or labelled texts
 
@@ -118,6 +122,51 @@ Data (TSV, CSV, JSON, JSON lines, Parquet; .gz too):
 example:
   stoker train classify --model_name_or_path bert-base-uncased --task_name mrpc --train_file train.tsv \\
     --validation_file dev.tsv --do_train --do_eval --per_device_train_batch_size 16 --learning_rate 2e-5 --output_dir out/mrpc
+
+--help-all lists every option.""",
+    "ner": """usage: stoker train ner --model_name_or_path MODEL --train_file FILE --output_dir DIR --do_train [options]
+
+Fine-tunes a model to find named entities. The flags are those of Hugging Face's run_ner.py.
+
+Data (CoNLL columns: .conll, .txt, .tsv, ...; JSON lines, JSON, Parquet with tokens and tags, or text and entities; .gz too):
+  --train_file, --validation_file, --test_file FILE
+  --dataset_name NAME             or a data set on the hub
+  --text_column_name A            the column with words or text (default: by name; in CoNLL files a number, default the first)
+  --label_column_name B           the column with tags or entities (default: by name; in CoNLL files a number, default the last)
+  --max_seq_length 512            longer texts are divided into windows, which overlap by --doc_stride 64 tokens
+  --label_all_tokens              train on all tokens of a word instead of its first
+  --return_entity_level_metrics   scores of each type in the metrics, too
+  --max_train_samples, --max_eval_samples N
+  --strict                        stop at the first row that cannot be used
+"""
+    + _COMMON
+    + """
+example:
+  stoker train ner --model_name_or_path bert-base-cased --train_file train.conll --validation_file dev.conll \\
+    --do_train --do_eval --per_device_train_batch_size 16 --learning_rate 5e-5 --output_dir out/entities
+
+--help-all lists every option.""",
+    "mlm": """usage: stoker train mlm --model_name_or_path MODEL --train_file FILE... --output_dir DIR --do_train [options]
+
+Continues the pre-training of a model on your own texts, by masked words. The flags are those of Hugging Face's run_mlm.py.
+
+Data (text files of any size, JSON lines, JSON, CSV, Parquet with a column of texts; .gz too):
+  --train_file, --validation_file FILE...   one or several, or patterns such as 'texts/*.txt'
+  --validation_split_percentage 5 of the rows, if there is no --validation_file
+  --dataset_name NAME             or a data set on the hub
+  --text_column_name text
+  --line_by_line                  a row per line; without it, lines are joined and divided into rows of --max_seq_length
+  --max_seq_length 512
+  --masking tokens|words|spans    what is masked: single tokens, whole words, or several words in a row
+  --mlm_probability 0.15          the share of tokens
+  --max_train_samples, --max_eval_samples N
+  --strict                        stop at the first row that cannot be used
+"""
+    + _COMMON.replace("  --do_predict                    predict the test file\n", "")
+    + """
+example:
+  stoker train mlm --model_name_or_path bert-base-uncased --train_file 'reports/*.txt' --do_train --do_eval \\
+    --masking words --per_device_train_batch_size 16 --num_train_epochs 1 --output_dir out/reports
 
 --help-all lists every option.""",
     "sft": """usage: stoker train sft --model_name_or_path MODEL --train_file FILE --output_dir DIR [options]
@@ -211,9 +260,9 @@ def main(argv: list[str]) -> int:
     if not rest or "-h" in rest or "--help" in rest:
         print(_HELP[task])
         return 0
-    if task in _PACKAGES:
-        packages, needs = _PACKAGES[task]
-        require_packages(f"stoker train {task}", packages, needs, extra=task)
+    if task in _NEEDS:
+        packages, needs = _NEEDS[task]
+        require_packages(f"stoker train {task}", ["transformers", *packages], needs, extra=task)
     require_transformers("stoker train", extra="hf")
     if "--help-all" in rest:
         return _all_help(task, rest)

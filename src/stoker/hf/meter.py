@@ -44,7 +44,8 @@ class Work:
     @classmethod
     def of(cls, model: nn.Module) -> Work:
         head = _causal_head(model)
-        linear = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+        labelled = _masked_head(model) if head is None else [head]
+        linear = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m not in labelled]
         config = _config_of(model)
         layers = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", None) or 0
         width = getattr(config, "hidden_size", None) or getattr(config, "dim", None) or 0
@@ -52,7 +53,7 @@ class Work:
             width = size * config.num_attention_heads
         # Scores and weighted sum take 2 x 2 x width per pair forward, twice that backward; a causal model needs half the pairs.
         pair = 12.0 * layers * width * (1.0 if head is None else 0.5)
-        return cls(sum(map(_products, linear)), pair, 0.0 if head is None else _products(head))
+        return cls(sum(map(_products, linear)), pair, sum(map(_products, labelled)))
 
 
 def _products(module: Any) -> float:
@@ -66,6 +67,16 @@ def _causal_head(model: nn.Module) -> Any:
         if type(module).__name__.endswith("ForCausalLM") and hasattr(module, "lm_head"):
             return module.lm_head
     return None
+
+
+def _masked_head(model: nn.Module) -> list[Any]:
+    """The linear layers of a masked language model's head; none for other models."""
+    for module in model.modules():
+        if type(module).__name__.endswith("ForMaskedLM") and hasattr(module, "base_model"):
+            base: Any = module.base_model
+            inside = {*base.modules()} if base is not module else {*module.modules()}
+            return [one for one in module.modules() if isinstance(one, nn.Linear) and one not in inside]
+    return []
 
 
 def _config_of(model: nn.Module) -> Any:

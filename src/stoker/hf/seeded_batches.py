@@ -160,6 +160,7 @@ class _SeededRows(_Wrapper, Dataset[Any]):
         return self._inner[index]
 
     def __getitems__(self, batch: Any) -> Any:
+        # Called by _MapDatasetFetcher in torch.utils.data._utils with what the batch sampler yields.
         if not isinstance(batch, _Numbered):
             return self._read(batch)
         self._seeds.begin(batch.number)

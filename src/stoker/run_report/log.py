@@ -204,10 +204,14 @@ def _both(first: Check, second: Check) -> Check:
     return lambda value: first(value) and second(value)
 
 
+_MARK = _fields(begin=_count, end=_count, label=_or_none(_scalar))
 _EXAMPLE = _fields(
     question=_or_none(_text), before=_or_none(_text), context=_or_none(_text), texts=_or_none(_list_of(_text)),
     answer=_or_none(_scalar), expected=_or_none(_list_of(_scalar)), begin=_or_none(_count), end=_or_none(_count),
-    probability=_or_none(_figure),
+    probability=_or_none(_figure), marks=_or_none(_list_of(_MARK)),
+)  # fmt: skip
+_TABLE = _fields(
+    title=_text, columns=_list_of(_scalar), rows=_list_of(_list_of(_scalar)), note=_or_none(_text),
 )  # fmt: skip
 _MACHINE = _fields(
     cpu=_or_none(_text), system=_or_none(_text), cores=_or_none(_count), threads=_or_none(_count),
@@ -238,6 +242,7 @@ _SCHEMA: dict[str, Check] = {
     # Metrics are defined by the script and may be lists or texts; `number` picks those that can be shown.
     "evaluation": _fields(step=_count),
     "examples": _fields(title=_or_none(_text), rows=_or_none(_list_of(_EXAMPLE))),
+    "tables": _fields(tables=_or_none(_list_of(_TABLE))),
     "waits": _fields(step=_count, rows=_or_none(_list_of(_wait))),
     "speed": _fields(
         sides=_dict_of(_both(bool, _list_of(_positive))), ratio=_or_none(_figure), note=_or_none(_text),

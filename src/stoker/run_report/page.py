@@ -38,8 +38,13 @@ _TASKS = {
     "classify": "classification",
     "sft": "fine-tuning of a language model",
     "embed": "text embeddings",
+    "ner": "named entities",
+    "mlm": "masked language modeling",
     "demo": "question answering in an invented world",
 }
+
+
+_EXAMPLES = {"ner": "What it finds", "mlm": "What it fills in"}
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:
@@ -74,8 +79,10 @@ def render(run: Run) -> str:
         tiles=_tiles(run),
         plots=_plots(run),
         waits=_waits(run),
+        tables=[{"note": None, **table} for table in run.others.get("tables", {}).get("tables") or ()],
         examples=[_example(row) for row in run.others.get("examples", {}).get("rows") or ()],
-        examples_title=run.others.get("examples", {}).get("title") or "What it answers",
+        examples_title=run.others.get("examples", {}).get("title")
+        or _EXAMPLES.get(str(run.start.get("task")), "What it answers"),
         applied=_applied(run),
         facts=_facts(run),
         command=run.start.get("command") or "",
@@ -124,6 +131,7 @@ _SCORES = {
     "f1": "F1", "exact_match": "exact match", "exact": "exact match", "accuracy": "accuracy", "pearson": "Pearson",
     "matthews_correlation": "Matthews", "spearman_cosine": "Spearman", "cosine_ndcg@10": "NDCG@10",
     "cosine_recall@10": "recall@10", "cosine_mrr@10": "MRR@10", "cosine_accuracy": "accuracy", "cosine_ap": "average precision",
+    "perplexity": "perplexity", "masked_accuracy": "of the masked tokens right",
 }  # fmt: skip
 
 
@@ -151,7 +159,8 @@ def _score_tiles(run: Run) -> list[tuple[str, str]]:
         value, before = number(last, f"eval_{name}"), number(first, f"eval_{name}")
         if value is not None:
             change = f", from {before:.3g}" if before is not None and first["step"] == 0 else ""
-            tiles.append((f"{value:.1f}" if value > 1.5 else f"{value:.3f}", label + change))
+            shown = f"{value:,.1f}" if value > 1.5 else f"{value:.0%}" if label.startswith("of ") else f"{value:.3f}"
+            tiles.append((shown, label + change))
     return tiles
 
 
@@ -202,34 +211,63 @@ def _waits(run: Run) -> dict[str, Any] | None:
 
 def _example(row: dict[str, Any]) -> dict[str, Any]:
     probability = number(row, "probability")
-    context, before = row.get("context"), row.get("before")
+    context, before, marked = row.get("context"), row.get("before"), row.get("marks") is not None
     if isinstance(before, str):
-        question, texts = row.get("question"), [("", "", text) for text in row.get("texts") or ()]
+        question, texts = row.get("question"), [[_Part(text)] for text in row.get("texts") or ()]
     elif context is not None:
-        question, texts = row.get("question") or "", [_around_answer(context, row.get("begin"), row.get("end"))]
+        if not marked:
+            parts = _around_answer(context, row.get("begin"), row.get("end"), bool(row.get("right")))
+        else:
+            parts = _marked(context, row["marks"])
+        question, texts = row.get("question"), [parts]
     else:
-        question, texts = None, [("", "", text) for text in row.get("texts") or ()]
-    # Of texts that a model generates, nobody says whether they are right.
-    judged = before is None or "right" in row
+        question, texts = None, [[_Part(text)] for text in row.get("texts") or ()]
+    right = row.get("right")
+    # Of texts that a model generates, and of some that are only shown, nobody says whether they are right.
+    judged = right is not None or (before is None and not marked)
     return {
-        "judgement": ("right" if row.get("right") else "wrong") if judged else "",
-        "right": bool(row.get("right")),
+        "judgement": ("right" if right else "wrong") if judged else "",
+        "right": bool(right) if judged else None,
         "before": before if isinstance(before, str) else None,
         "question": question,
         "texts": texts,
         "answer": row.get("answer") or ("no answer" if before is None else "(nothing)"),
-        "expected": row.get("expected") or ["no answer"],
+        "marked": marked,
+        "expected": row.get("expected") or ([] if marked else ["no answer"]),
         "probability": None if probability is None else f"{probability:.0%}",
     }
 
 
-def _around_answer(context: str, begin: int | None, end: int | None) -> tuple[str, str, str]:
+@dataclass(frozen=True)
+class _Part:
+    """A piece of a text; `mark` is None if it is not marked, else whether what it stands for is right."""
+
+    text: str
+    mark: bool | None = None
+    label: str = ""
+
+
+def _around_answer(context: str, begin: int | None, end: int | None, right: bool) -> list[_Part]:
     """The text before the answer, the answer, and the text after it, shortened."""
     if begin is None or end is None or not begin < end <= len(context):
-        return context[:360] + ("..." if len(context) > 360 else ""), "", ""
+        return [_Part(context[:360] + ("..." if len(context) > 360 else ""))]
     first, last = max(begin - 170, 0), min(end + 170, len(context))
     before = ("..." if first else "") + context[first:begin]
-    return before, context[begin:end], context[end:last] + ("..." if last < len(context) else "")
+    after = context[end:last] + ("..." if last < len(context) else "")
+    return [_Part(before), _Part(context[begin:end], right), _Part(after)]
+
+
+def _marked(context: str, marks: list[dict[str, Any]], most: int = 700) -> list[_Part]:
+    """A text with its marks, shortened; marks that overlap or lie outside are left out."""
+    parts, at = [], 0
+    for mark in sorted(marks, key=lambda one: int(one["begin"])):
+        begin, end = mark["begin"], mark["end"]
+        if at <= begin < end <= min(len(context), most):
+            label = "" if mark.get("label") is None else str(mark["label"])
+            parts += [_Part(context[at:begin]), _Part(context[begin:end], bool(mark.get("right")), label)]
+            at = end
+    rest = context[at : max(at, most)]
+    return [*parts, _Part(rest + ("..." if at + len(rest) < len(context) else ""))]
 
 
 def _applied(run: Run) -> dict[str, Any] | None:

@@ -140,7 +140,7 @@ _SCORES = (
     ("eval_accuracy", "accuracy", _THREE), ("eval_matthews_correlation", "Matthews", _FOUR), ("eval_pearson", "Pearson", _FOUR),
     ("eval_spearmanr", "Spearman", _FIVE), ("eval_spearman_cosine", "Spearman", _ONE), ("eval_cosine_ndcg@10", "NDCG@10", _ONE),
     ("eval_cosine_recall@10", "recall@10", _TWO), ("eval_cosine_mrr@10", "MRR@10", _FOUR),
-    ("eval_cosine_accuracy", "accuracy", _THREE),
+    ("eval_cosine_accuracy", "accuracy", _THREE), ("eval_masked_accuracy", "masked tokens right", _ONE),
 )  # fmt: skip
 
 
@@ -194,6 +194,8 @@ def lengths_plot(run: Run) -> Markup | None:
         return None
     edges, counts, mean = entry["edges"], entry["counts"], entry["mean"]
     padded = entry.get("padded_to") or entry["longest"]
+    if mean > 0.995 * padded:  # rows of full length, as for masked LM
+        return None
     with matplotlib.rc_context(_STYLE):
         figure, (axis,) = _figure(2.7)
         axis.bar(

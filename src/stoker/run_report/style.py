@@ -53,7 +53,11 @@ td.count { text-align: right; width: 4em; padding-right: 0; }
 .example p { margin: 0 0 8px; } .example .q { font-weight: 620; } .example .text { color: var(--muted); }
 .example .given { margin: 0; } .example .turn { white-space: pre-line; }
 mark { background: var(--mark); color: inherit; border-radius: 4px; padding: 0 3px; }
-.wrong mark { background: var(--markbad); }
+mark.wrong { background: var(--markbad); }
+mark small { color: var(--muted); margin-left: 5px; font-size: .78em; }
+.scroll { overflow-x: auto; } .note { font-size: .87rem; margin: 4px 0 10px; }
+.figures th, .figures td { width: auto; overflow-wrap: normal; } .figures td, .figures tr:first-child th { text-align: right; }
+.figures th:first-child { text-align: left; }
 pre { white-space: pre-wrap; background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 14px 18px;
   font: .86rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; margin: 0; }
 details { margin-top: 14px; } summary { cursor: pointer; color: var(--muted); }

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from stoker.machine import cache_directory
 
-__all__ = ["Arrays", "cached", "fingerprint"]
+__all__ = ["DIRECTORY", "Arrays", "cached", "fingerprint", "remove_old"]
 
 Arrays = dict[str, NDArray[np.generic]]
-_INSIDE = "features"  # the directory in the cache
+DIRECTORY = "features"  # in the cache
 _FORMAT = "1"  # increase it when the meaning of stored arrays changes
 _MOST_BYTES = 4 << 30
+_SUFFIXES = (".npz", ".ids", ".ends", ".facts")  # of arrays, and of token_store.py
 
 log = logging.getLogger("stoker")
 
@@ -51,7 +52,7 @@ def cached(kind: str, key: str, make: Callable[[], Arrays], *, fresh: bool = Fal
 
 def _load(name: str) -> Arrays | None:
     try:
-        with cache_directory.open_file(cache_directory.trusted_directory(_INSIDE) / name) as file:
+        with cache_directory.open_file(cache_directory.trusted_directory(DIRECTORY) / name) as file:
             with np.load(file, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
             os.utime(file.fileno())  # the least recently used are removed first
@@ -65,18 +66,19 @@ def _load(name: str) -> Arrays | None:
 
 def _save(name: str, arrays: Arrays) -> None:
     try:
-        path = cache_directory.make_directory(_INSIDE) / name
+        path = cache_directory.make_directory(DIRECTORY) / name
         with cache_directory.writing(path) as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
-        _remove_old(path)
+        remove_old(path)
     except OSError as error:
         log.debug("preprocessed data is not cached: %s", error)
 
 
-def _remove_old(newest: Path) -> None:
-    files = sorted(newest.parent.glob("*.npz"), key=lambda file: file.stat().st_mtime, reverse=True)
+def remove_old(newest: Path) -> None:
+    """Removes what was not used for the longest time, until the cache is small enough; files with the name of `newest` stay."""
+    files = [file for file in newest.parent.iterdir() if file.suffix in _SUFFIXES]
     total = 0
-    for file in files:
+    for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         total += file.stat().st_size
-        if total > _MOST_BYTES and file != newest:
+        if total > _MOST_BYTES and file.stem != newest.stem:
             file.unlink(missing_ok=True)

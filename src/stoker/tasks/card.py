@@ -16,11 +16,9 @@ from stoker.run_report.log import Run
 __all__ = ["model_card"]
 
 _PIPELINES = {
-    "qa": "question-answering",
-    "classify": "text-classification",
-    "sft": "text-generation",
-    "embed": "sentence-similarity",
-}
+    "qa": "question-answering", "classify": "text-classification", "sft": "text-generation", "ner": "token-classification",
+    "mlm": "fill-mask", "embed": "sentence-similarity",
+}  # fmt: skip
 _LIBRARIES = {"embed": "sentence-transformers"}
 """Libraries that load the models of a task; transformers does, unless it is listed."""
 _TAGS = {"embed": ["sentence-transformers", "feature-extraction"]}
@@ -49,6 +47,16 @@ model = SentenceTransformer("{path}")
 queries = model.encode_query(["Who wrote the letter?"])
 documents = model.encode_document(["Ada wrote it in 1843.", "The mill burned down."])
 print(model.similarity(queries, documents))""",
+    "ner": """from transformers import pipeline
+
+find = pipeline("ner", model="{path}", aggregation_strategy="first", device="cpu")
+for entity in find("Ada Lovelace wrote to Charles Babbage from London."):
+    print(entity["word"], entity["entity_group"], round(float(entity["score"]), 3))""",
+    "mlm": """from transformers import pipeline
+
+fill = pipeline("fill-mask", model="{path}", device="cpu")
+for guess in fill(f"The letter was written in {fill.tokenizer.mask_token}."):
+    print(guess["token_str"], round(float(guess["score"]), 3))""",
 }
 _LANGUAGE_MODEL = """import torch
 from transformers import AutoTokenizer
@@ -72,6 +80,7 @@ def model_card(job: Any, trainer: Any, metrics: dict[str, Any], run: Run) -> str
     """Markdown with the front matter that the hub reads."""
     base = job.model.model_name_or_path
     data = job.data.dataset_name or getattr(job.data, "task_name", None) or job.data.train_file
+    data = ", ".join(data) if isinstance(data, list) else data
     figures = {k.removeprefix("eval_"): v for k, v in metrics.items() if k.startswith("eval_") and _is_score(k, v)}
     front = {
         "library_name": "peft" if _is_adapter(trainer) else _LIBRARIES.get(job.task, "transformers"),

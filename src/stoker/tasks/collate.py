@@ -14,7 +14,7 @@ __all__ = ["Collator"]
 
 @dataclass(frozen=True)
 class Collator:
-    """Pads `input_ids` and `token_type_ids`; every other key is a number per row."""
+    """Pads what has a value per token: input ids, token types, labels of tokens. Every other key is a number per row."""
 
     pad_id: int
     pad_left: bool = False
@@ -31,8 +31,8 @@ class Collator:
         batch: dict[str, torch.Tensor] = {}
         mask = np.zeros((len(items), width), np.int64)
         for name in items[0]:
-            if name in {"input_ids", "token_type_ids"}:
-                rows = np.full((len(items), width), self.pad_id if name == "input_ids" else 0, np.int64)
+            if np.ndim(items[0][name]):
+                rows = np.full((len(items), width), {"input_ids": self.pad_id, "labels": -100}.get(name, 0), np.int64)
                 for row, item, length in zip(rows, items, lengths, strict=True):
                     row[self._place(width, length)] = item[name]
                 batch[name] = torch.from_numpy(rows)

@@ -19,7 +19,7 @@ from stoker.tasks.faults import Faults
 from stoker.tasks.memory_estimate import available
 from stoker.user_files import read_bytes
 
-__all__ = ["KINDS", "Row", "is_unicode", "kind_of", "read_json", "read_rows", "text_fault"]
+__all__ = ["KINDS", "Row", "is_unicode", "kind_of", "read_json", "read_lines", "read_rows", "text_fault"]
 
 KINDS = ("json", "jsonl", "csv", "tsv", "parquet")
 _SUFFIXES = {
@@ -109,6 +109,12 @@ def read_json(path: Path, *, lines_allowed: bool = False) -> Any:
         raise UserError(f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
         raise UserError(f"{path} is nested too deeply to be a table of rows") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file. Bytes that are not UTF-8 become lone surrogates, so that only their lines are lost."""
+    text = _read_bytes(path).decode("utf-8-sig", errors="surrogateescape")
+    return [line.removesuffix("\r") for line in text.split("\n")]
 
 
 def _is_object(line: bytes) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from stoker.errors import UserError, first_line
 from stoker.tasks.files import Row
 
-__all__ = ["Split", "load_split"]
+__all__ = ["Split", "has_split", "load_split"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Split:
     name: str
     content: Iterable[dict[str, Any]]
     columns: dict[str, tuple[str, ...]]
-    """For each column the names of its classes, in order; empty if it is not a class label."""
+    """For each column the names of its classes, in order; empty if it is neither a class label nor a list of them."""
 
     def rows(self, *, named: bool = True) -> Iterator[Row]:
         """The rows, with class names instead of numbers if `named`. The class -1 means that there is no label."""
@@ -31,6 +31,8 @@ class Split:
                 value = values[column]
                 if isinstance(value, int) and (named or value < 0):
                     values[column] = names[value] if value >= 0 else None
+                elif isinstance(value, list) and named:
+                    values[column] = [names[one] if isinstance(one, int) and one >= 0 else one for one in value]
             yield Row(values, f"{self.name}, row {number}")
 
 
@@ -59,6 +61,10 @@ def _load(name: str, config: str | None, options: Any) -> Any:
     return found
 
 
+def has_split(name: str, config: str | None, split: str, options: Any) -> bool:
+    return split in _load(name, config, options)
+
+
 def load_split(name: str, config: str | None, split: str, options: Any) -> Split:
     """One split of a data set, with the cache folder and token of `options`; raises UserError if it does not exist."""
     found = _load(name, config, options)
@@ -68,5 +74,10 @@ def load_split(name: str, config: str | None, split: str, options: Any) -> Split
     return Split(
         f"{name}[{split}]",
         found[split],
-        {column: tuple(getattr(kind, "names", ())) for column, kind in features.items()},
+        {column: _class_names(kind) for column, kind in features.items()},
     )
+
+
+def _class_names(kind: Any) -> tuple[str, ...]:
+    """The names of a class label, or of a list of class labels."""
+    return tuple(getattr(kind, "names", ()) or getattr(getattr(kind, "feature", None), "names", ()))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import UserError
 
-__all__ = ["Ragged", "Template", "distinct", "fast_backend", "tokenize"]
+__all__ = ["Ragged", "Template", "distinct", "fast_backend", "pieces", "tokenize"]
 
 Ints = NDArray[np.int32]
 
@@ -136,3 +136,14 @@ class Template:
     def text_begin(self, number: int, *texts: int) -> int:
         """Position of text `number` in a row whose texts have these lengths."""
         return sum(len(part) for part in self.parts[: number + 1]) + sum(texts[:number])
+
+
+def pieces(total: int, room: int, overlap: int) -> list[tuple[int, int]]:
+    """Ranges of at most `room` that cover `total`, each starting `room - overlap` after the previous one."""
+    pieces, begin = [], 0
+    while True:
+        end = min(begin + room, total)
+        pieces.append((begin, end))
+        if end == total:
+            return pieces
+        begin += room - overlap

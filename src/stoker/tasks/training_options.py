@@ -17,7 +17,7 @@ from stoker.requires import supported
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
 __all__ = [
-    "DataOptions", "ModelOptions", "OptionParser", "check_best", "check_optimizer", "given",
+    "DataOptions", "ModelOptions", "OptionParser", "check_best", "check_label_names", "check_optimizer", "given",
 ]  # fmt: skip
 
 log = logging.getLogger("stoker")
@@ -156,7 +156,8 @@ def _check_range(options: Any) -> None:
         if value is not None and not value < limit:
             raise UserError(f"--{name} is {value}; it must be below {limit:,.0f}")
     for name in _PATHS:
-        if getattr(options, name, None) == "":
+        value = getattr(options, name, None)
+        if "" in (value if isinstance(value, list) else [value]):
             raise UserError(f"--{name} is empty; give a name, or leave the option out (is a shell variable not set?)")
     for name in _MAPPINGS:
         value = getattr(options, name, None)
@@ -190,6 +191,15 @@ def check_best(args: Any, argv: list[str], metrics: Collection[str], default: st
         close = difflib.get_close_matches(name, metrics, n=1, cutoff=0.6)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise UserError(f"--metric_for_best_model {name} is not measured{hint}; choose one of {', '.join(metrics)}")
+
+
+def check_label_names(args: Any) -> None:
+    """For tasks whose models expect `labels`, and whose data has a column for them."""
+    if args.label_names not in (None, ["labels"]):
+        raise UserError(
+            f"--label_names {' '.join(args.label_names)}: the model of this task expects `labels`; leave the option out, and "
+            "name the column of the file with --label_column_name"
+        )
 
 
 def check_optimizer(args: Any) -> None:

@@ -101,9 +101,10 @@ def _value(name: str, argv: list[str]) -> str | None:
 def _check_data_given(args: Any, data: Any) -> None:
     if data.dataset_name or (getattr(data, "task_name", None) and not (data.train_file or data.validation_file)):
         return
+    split = bool(data.train_file and getattr(data, "validation_split_percentage", 0))
     for wanted, file, flag in (
         (args.do_train, data.train_file, "--train_file"),
-        (args.do_eval, data.validation_file, "--validation_file"),
+        (args.do_eval, data.validation_file or split, "--validation_file"),
         (args.do_predict, data.test_file, "--test_file"),
     ):
         if wanted and not file:

@@ -17,7 +17,7 @@ from stoker.tasks.classify.features import Rows, make_rows
 from stoker.tasks.classify.metrics import METRICS, is_combined, measure
 from stoker.tasks.faults import Faults
 from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, row_length
-from stoker.tasks.training_options import DataOptions, check_best
+from stoker.tasks.training_options import DataOptions, check_best, check_label_names
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
@@ -75,11 +75,7 @@ def main(argv: list[str]) -> int:
         options.task_name = options.task_name.lower()
         if options.task_name not in GLUE:
             raise UserError(f"--task_name {options.task_name} is not a GLUE task; choose one of {', '.join(GLUE)}")
-    if args.label_names not in (None, ["labels"]):
-        raise UserError(
-            f"--label_names {' '.join(args.label_names)}: the model of this task expects `labels`; leave the option out, and "
-            "name the column of the file with --label_column_name"
-        )
+    check_label_names(args)
     predict_all_rows(args)
     set_seed(args.seed)
     regression = _regression(options)

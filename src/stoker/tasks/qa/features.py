@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stoker.errors import UserError
 from stoker.tasks.cache import Arrays, cached, fingerprint
 from stoker.tasks.qa.data import Question
-from stoker.tasks.tokens import Ragged, Template, distinct, fast_backend, tokenize
+from stoker.tasks.tokens import Ragged, Template, distinct, fast_backend, pieces, tokenize
 
 __all__ = ["Windows", "make_windows"]
 
@@ -116,7 +116,7 @@ def make_windows(
         question_length, total = len(question_tokens[text_at]), len(context_tokens[context_at])
         room = max_seq_length - question_length - template.specials
         answer = _answer_tokens(question, spans[context_at]) if training else None
-        for begin, end in _pieces(total, room, doc_stride):
+        for begin, end in pieces(total, room, doc_stride):
             lengths = (end - begin, question_length) if context_first else (question_length, end - begin)
             cls = _cls_position(template, lengths)
             rows.append((number, text_at, context_at, begin, end, cls))
@@ -157,17 +157,6 @@ def _check_room(
         f"{max(room, 0)} of --max_seq_length {max_seq_length} for the text, and windows overlap by --doc_stride {doc_stride}; "
         f"use --max_seq_length {needed + doc_stride + 1} or more, a smaller --doc_stride, or shorten the question"
     )
-
-
-def _pieces(total: int, room: int, overlap: int) -> list[tuple[int, int]]:
-    """Ranges of at most `room` that cover `total`, each starting `room - overlap` after the previous one."""
-    pieces, begin = [], 0
-    while True:
-        end = min(begin + room, total)
-        pieces.append((begin, end))
-        if end == total:
-            return pieces
-        begin += room - overlap
 
 
 def _answer_tokens(question: Question, spans: NDArray[np.int32]) -> tuple[int, int] | None:

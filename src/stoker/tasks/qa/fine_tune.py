@@ -1,15 +1,11 @@
 """`stoker train qa`: fine-tunes a model to answer questions from texts, evaluates it by EM and F1, predicts."""
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from stoker.hf.trainer import Trainer
 from stoker.tasks import hub, training_run
 from stoker.tasks.faults import Faults
 from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, row_length
@@ -17,6 +13,8 @@ from stoker.tasks.qa.answers import Answer, choose_answers
 from stoker.tasks.qa.data import Question, collect, read_questions
 from stoker.tasks.qa.features import Windows, make_windows
 from stoker.tasks.qa.metrics import exact_match, squad, squad_v2
+from stoker.tasks.row_predictions import predict_rows
+from stoker.tasks.scoring_trainer import ScoringTrainer
 from stoker.tasks.training_options import DataOptions, check_best
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
@@ -49,7 +47,7 @@ class QaOptions(DataOptions):
     max_answer_length: int = field(default=30, metadata={"help": "Maximum tokens of an answer."})
 
 
-class QaTrainer(Trainer):
+class QaTrainer(ScoringTrainer):
     """Evaluates by choosing one answer per question from the logits of all windows; reports EM and F1."""
 
     def __init__(self, *rest: Any, options: QaOptions, **named: Any) -> None:
@@ -59,21 +57,7 @@ class QaTrainer(Trainer):
 
     def answers(self, windows: Windows, description: str) -> list[Answer]:
         """One answer for every question of `windows`."""
-        # Concatenating the logits of all batches would copy them again for every batch.
-        concatenate, self.args.eval_do_concat_batches = self.args.eval_do_concat_batches, False
-        try:
-            loader = self.get_test_dataloader(windows)
-            output = self.evaluation_loop(loader, description, prediction_loss_only=False)
-        finally:
-            self.args.eval_do_concat_batches = concatenate
-        rows: list[tuple[np.ndarray, np.ndarray]] = []
-        lengths, left = windows.lengths, windows.context_first
-        for batch in output.predictions:
-            for start, end in zip(*batch[:2], strict=True):
-                if len(rows) < len(windows):  # several processes pad the last batch with repeated rows
-                    length = int(lengths[len(rows)])
-                    part = slice(len(start) - length, None) if left else slice(0, length)
-                    rows.append((start[part], end[part]))
+        rows = [(start, end) for start, end in predict_rows(self, windows, description, outputs=2)[0]]
         options = self.options
         return choose_answers(
             windows,
@@ -84,24 +68,12 @@ class QaTrainer(Trainer):
             null_score_diff_threshold=options.null_score_diff_threshold,
         )
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        begin = time.perf_counter()
-        windows: Windows = self.eval_dataset if eval_dataset is None else eval_dataset
-        self.last_answers = self.answers(windows, "Evaluation")
-        found = score(self.last_answers, windows.questions, self.options)
-        seconds = time.perf_counter() - begin
-        metrics: dict[str, float] = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
-        metrics[f"{metric_key_prefix}_runtime"] = round(seconds, 3)
-        metrics[f"{metric_key_prefix}_samples_per_second"] = round(len(windows.questions) / seconds, 2)
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+    def score(self, rows: Windows, prefix: str) -> tuple[dict[str, float], int]:
+        self.last_answers = self.answers(rows, "Evaluation")
         if self.args.should_save:
-            self.recorder.write(
-                "examples", step=self.state.global_step, rows=examples(self.last_answers, windows.questions)
-            )
-        return metrics
+            shown = examples(self.last_answers, rows.questions)
+            self.recorder.write("examples", step=self.state.global_step, rows=shown)
+        return score(self.last_answers, rows.questions, self.options), len(rows.questions)
 
 
 def score(answers: Sequence[Answer], questions: Sequence[Question], options: QaOptions) -> dict[str, float]:
