@@ -3,6 +3,7 @@
     python benchmarks/decoder_step.py                                every case, about an hour on two cores
     python benchmarks/decoder_step.py --case smollm2-lora --steps 5  one of them
     python benchmarks/decoder_step.py --side "stoker bf16" ...       only these sides
+    python benchmarks/decoder_step.py --case smollm2-lora --side stoker --side "stoker frozen nf4"      frozen weights in 4 bits
 
 "Padded" pads to the longest row of the batch (or to a given length), as transformers' collator does. "Flattened" is the stock
 model fed one row with restarting position_ids, as DataCollatorWithFlattening and TRL's padding_free make it. Labels are the
@@ -217,6 +218,9 @@ def sides_of(name: str, chosen: list[str] | None) -> dict[str, Callable[[], Step
         "stock bf16 padded": part(stock, name, autocast=True),
         "stock bf16 flattened": part(stock, name, flat=True, autocast=True),
         "bf16 products alone": part(products_alone, name, dtype="bfloat16"),
+        "stoker frozen bf16": part(stoker, name, frozen_weights="bfloat16"),
+        "stoker frozen int8": part(stoker, name, frozen_weights="int8"),
+        "stoker frozen nf4": part(stoker, name, frozen_weights="nf4"),
         "without fuse_loss": part(stoker, name, fuse_loss=False),
         "without fuse": part(stoker, name, fuse=False),
         "without unpad": part(stoker, name, unpad=False),

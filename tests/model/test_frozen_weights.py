@@ -274,8 +274,8 @@ def test_the_peak_of_a_training_step_falls_by_what_is_saved() -> None:
             env={**os.environ, "STOKER_LINEAR_ENGINE": "torch"},
         )  # fmt: skip
         weights, found[form] = map(int, done.stdout.split())
-    # 4 to 0.56 bytes per weight; the rest is for the buffer and for noise
-    assert found["none"] - found["nf4"] > 0.75 * weights
+    # 4 to 0.56 bytes per weight, less the buffer for widened weights; the rest is for what the allocator keeps
+    assert found["none"] - found["nf4"] > 0.6 * weights
 
 
 # --- several processes

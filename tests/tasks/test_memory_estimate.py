@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+import stoker
 from stoker.errors import UserError
 from stoker.tasks.memory_estimate import check_memory, estimate
 
@@ -96,6 +97,16 @@ def test_the_estimate_is_slightly_above_the_measured_peaks(monkeypatch: pytest.M
 def test_a_model_too_large_for_one_row_is_rejected(model: Any) -> None:
     with pytest.raises(UserError, match="even one row does not fit"):
         check_memory(model, LENGTHS, arguments(), optimized=True, free=200_000_000)
+
+
+def test_frozen_weights_count_with_the_bytes_that_they_are_stored_in() -> None:
+    config = transformers.BertConfig(hidden_size=128, num_hidden_layers=4, num_attention_heads=2, intermediate_size=512)
+    frozen = transformers.BertForQuestionAnswering(config).requires_grad_(False)
+    before = estimate(frozen, optimized=True).fixed
+    linears = [module.weight for module in frozen.modules() if isinstance(module, torch.nn.Linear)]
+    stoker.optimize(frozen, frozen_weights="nf4")
+    saved = before - estimate(frozen, optimized=True).fixed
+    assert saved == sum(weight.numel() for weight in linears) * (4 - 0.5 - 4 / 64)
 
 
 def test_padding_counts_only_without_optimization(model: Any) -> None:

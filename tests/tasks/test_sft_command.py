@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import transformers
 
 pytest.importorskip("trl", reason="needs the extra sft")
 
+import stoker
 from stoker.cli import main
 from tasks.language_models import chat, save_tiny_llama, tokenizer, write_chats, write_lines
 
@@ -137,6 +139,43 @@ def test_options_of_training_work_together(more: list[str], llama: Path, chats: 
         assert transformers.AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
 
 
+@pytest.mark.parametrize(("form", "files"), [("bfloat16", torch.bfloat16), ("nf4", torch.float32)], ids=str)
+def test_frozen_weights_are_stored_named_and_merged(
+    form: str, files: torch.dtype, llama: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The merged model is the widened base model plus the adapter."""
+    from peft import PeftModel
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=files)
+    shutil.copytree(llama, tmp_path / "base")
+    base.save_pretrained(tmp_path / "base")
+    out = tmp_path / "out"
+    more = [
+        "--frozen_weights",
+        form,
+        "--merge",
+        "--samples",
+        "1",
+        "--validation_file",
+        str(chats),
+        "--learning_rate",
+        "1e-2",
+    ]
+    assert main(command(tmp_path / "base", chats, out, *more)) == 0
+    said = capsys.readouterr().err
+    assert {"bfloat16": "frozen weights: 15 in bfloat16 (", "nf4": ", 14 in nf4 ("}[form] in said
+    assert f"frozen_weights: {form}" in (out / "README.md").read_text()
+    page = (out / "report.html").read_text()
+    assert "frozen weights" in page
+    assert f"in {form} (" in page
+    stoker.restore(stoker.optimize(base.float().requires_grad_(False), frozen_weights=form))  # now widened
+    merged = transformers.AutoModelForCausalLM.from_pretrained(out / "merged").eval()
+    ids = torch.tensor([[5, 9, 12, 40, 7]])
+    with torch.no_grad():
+        want = PeftModel.from_pretrained(base, out).eval()(ids).logits
+        torch.testing.assert_close(merged(ids).logits, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("full", [[], ["--full"]], ids=["LoRA", "full"])
 def test_preference_pairs_train_by_dpo(full: list[str], llama: Path, tmp_path: Path) -> None:
     pairs = [
@@ -190,7 +229,9 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    "more", [["--lora_dropout", "0.2"], ["--full", "--packing", "--max_length", "96"]], ids=["LoRA", "full"]
+    "more",
+    [["--lora_dropout", "0.2", "--frozen_weights", "nf4"], ["--full", "--packing", "--max_length", "96"]],
+    ids=["LoRA", "full"],
 )
 def test_an_interrupted_run_resumes_to_bitwise_the_same_weights(
     more: list[str], llama: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -293,6 +334,8 @@ MISTAKES = {
     "sft @ --lora_targets ,": "--lora_targets ,: write auto",
     "sft @ --loss_on prompts": "invalid choice: 'prompts'",
     "sft @ --full --merge": "with --full there is none",
+    "sft @ --full --frozen_weights nf4": "--frozen_weights nf4 is for weights that are not trained, and --full trains all",
+    "sft @ --frozen_weights fp4": "invalid choice: 'fp4'",
     "sft @ --max_length 4": "--max_length 4 leaves no room",
     "sft @ --do_predict --test_file x.jsonl": "does not predict a test file",
     "sft @ --dpo": "has no columns that can be trained on",

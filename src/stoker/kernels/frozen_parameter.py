@@ -64,8 +64,8 @@ class Stored:
             return wide.t().clone(memory_format=torch.contiguous_format) if self.transposed else wide
 
 
-def why_not(parameter: nn.Parameter, form: Form) -> str | None:
-    """The reason for which `store` cannot store this parameter; None if it can."""
+def why_not(parameter: nn.Parameter, form: Form, dtype: torch.dtype | None = None) -> str | None:
+    """The reason for which `store` cannot store this parameter, or would save nothing; None if there is none."""
     if type(parameter) is not nn.Parameter:
         return f"it is a {type(parameter).__name__}"
     if parameter.requires_grad:
@@ -75,17 +75,17 @@ def why_not(parameter: nn.Parameter, form: Form) -> str | None:
     if parameter.device.type != "cpu" or parameter.dtype not in _TYPES:
         return f"it is {str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
     if form == "bfloat16":
-        return "it is bfloat16 already" if parameter.dtype == torch.bfloat16 else None
+        return "it is bfloat16 already" if (dtype or parameter.dtype) == torch.bfloat16 else None
     if form == "nf4" and (parameter.shape[0] % 2 or parameter.shape[1] % 2):
         return "its size is odd"
     return None if bool(parameter.isfinite().all()) else "it has elements that are infinite or NaN"
 
 
-def store(parameter: nn.Parameter, form: Form, *, transposed: bool = False) -> None:
-    """Makes a parameter for which `why_not` found no reason a FrozenWeight, in place."""
+def store(parameter: nn.Parameter, form: Form, *, transposed: bool = False, dtype: torch.dtype | None = None) -> None:
+    """Makes a parameter for which `why_not` found no reason a FrozenWeight, in place. `dtype`: as what it is used from now on."""
     weight = parameter.detach().t() if transposed else parameter.detach()
     values: Weight = weight.to(torch.bfloat16) if form == "bfloat16" else quantize(weight, _BITS[form])
-    _set(parameter, _placeholder(parameter.shape, parameter.dtype))
+    _set(parameter, _placeholder(parameter.shape, dtype or parameter.dtype))
     parameter.__class__ = FrozenWeight
     cast(FrozenWeight, parameter).stored = Stored(form, values, transposed)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from stoker.kernels.frozen_parameter import FORMS, Form, FrozenWeight, store, stored_bytes, why_not, widen
@@ -31,10 +32,10 @@ def check_form(form: Any) -> None:
         raise ValueError(f"optimize: frozen_weights is {form!r}; choose one of {', '.join(FORMS)}, or None")
 
 
-def store_frozen(model: nn.Module, form: Form | None) -> list[tuple[str, str]]:
+def store_frozen(model: nn.Module, form: Form | None, dtype: torch.dtype | None = None) -> list[tuple[str, str]]:
     """Stores the frozen weights of `model` in `form`, in place, one after another; returns (what, why) was left as it is.
 
-    None keeps the form that they have.
+    None keeps the form that they have. `dtype` is the type as which the weights are used, if not the one that they have.
     """
     left: Counter[tuple[str, str]] = Counter()
     found = False
@@ -48,8 +49,8 @@ def store_frozen(model: nn.Module, form: Form | None) -> list[tuple[str, str]]:
             if parameter.stored.form == wanted:
                 continue
             widen(parameter)
-        if (reason := why_not(parameter, wanted)) is None:
-            store(parameter, wanted, transposed=is_conv1d(module))
+        if (reason := why_not(parameter, wanted, dtype)) is None:
+            store(parameter, wanted, transposed=is_conv1d(module), dtype=dtype)
         else:
             left[stock_class(type(module)).__name__, reason] += 1
     _exempt_from_ddp(model)

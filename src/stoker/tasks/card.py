@@ -94,6 +94,8 @@ def model_card(job: Any, trainer: Any, metrics: dict[str, Any], run: Run) -> str
     table = "\n".join(f"| {name} | {float(value):.4g} |" for name, value in figures.items())
     shown = [name for name in _SETTINGS_SHOWN if _is_set(job.args, name)]
     settings = "\n".join(f"- {name}: {_plain(getattr(job.args, name))}" for name in shown)
+    if stored := getattr(job.data, "frozen_weights", None):
+        settings += f"\n- frozen_weights: {stored}, the form in which the weights of the base model were stored"
     trained = run.others.get("trained", {})
     seconds = trained.get("train_runtime")
     spent = (

@@ -240,10 +240,10 @@ def check_vocabulary(tokenizer: Any, config: Any, name: str) -> None:
         )
 
 
-def load_model(kind: Any, options: Any, config: Any) -> Any:
-    """The model of class `kind` to be trained; logs which of its weights are new."""
-    replace = options.ignore_mismatched_sizes
-    model, new = model_of(kind, options.model_name_or_path, config, replace_mismatched=replace, **_hub(options))
+def load_model(kind: Any, options: Any, config: Any, prepare: Callable[[Any], None] | None = None) -> Any:
+    """The model of class `kind` to be trained; logs which of its weights are new. `prepare` is as in `model_of`."""
+    settings = {"replace_mismatched": options.ignore_mismatched_sizes, "prepare": prepare, **_hub(options)}
+    model, new = model_of(kind, options.model_name_or_path, config, **settings)
     if new:
         log.info("new, to be trained: %s", ", ".join(new))
     return model
@@ -251,19 +251,22 @@ def load_model(kind: Any, options: Any, config: Any) -> Any:
 
 def model_of(
     kind: Any, name: str, config: Any, *, what: str = "model", flag: str = "--model_name_or_path",
-    replace_mismatched: bool = False, **options: Any,
+    replace_mismatched: bool = False, prepare: Callable[[Any], None] | None = None, **options: Any,
 ) -> tuple[Any, list[str]]:  # fmt: skip
     """The model in fp32, and the names of the weights that its files did not contain (those of a new head).
 
     Raises UserError if the files have nothing of the base model, or if sizes differ; warns if part of the base model is random.
+    `prepare` is called with the model as it was read, before its weights are widened to fp32.
     """
     model, facts = loaded(
         kind, what, name, flag=flag, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
     advice = "" if flag == "--model" else "; --ignore_mismatched_sizes replaces it with a new one"
     _check_weights(model, facts, name, None if replace_mismatched else advice)
-    model.float()  # weights are trained in fp32; --bf16 applies to activations
     check_finite(model, name)
+    if prepare is not None:
+        prepare(model)
+    model.float()  # weights are trained in fp32; --bf16 applies to activations
     return model, sorted(facts.get("missing_keys", ()))
 
 

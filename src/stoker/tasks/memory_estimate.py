@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from stoker.errors import UserError
+from stoker.kernels.frozen_parameter import stored_bytes
 from stoker.machine import this_machine
 from stoker.model.recomputation import kept_values
 
@@ -40,14 +41,14 @@ class Estimate:
 
 
 def estimate(model: nn.Module, *, optimized: bool, bf16: bool = False) -> Estimate:
-    parameters = sum(p.numel() for p in model.parameters())
+    weights = sum(map(stored_bytes, model.parameters()))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     config: Any = model.config
     layers = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", None) or 12
     heads = getattr(config, "num_attention_heads", None) or getattr(config, "n_heads", None) or 12
     kept = kept_values(config)
     # Weights, gradients, two moments; a checkpoint or an evaluation adds no copy of them.
-    fixed = _BASE + 4.0 * parameters + 12.0 * trained
+    fixed = _BASE + weights + 12.0 * trained
     size = 2 if bf16 and optimized else 4
     if optimized:
         return Estimate(fixed, size * kept, 0.0)

@@ -19,6 +19,7 @@ from torch import nn
 
 from stoker.errors import UserError
 from stoker.hf.checkpointing import random_state
+from stoker.kernels.frozen_parameter import FrozenWeight
 
 __all__ = ["NAME", "Facts", "check", "data_facts", "facts_of", "read", "require_optimizer", "write"]
 
@@ -62,7 +63,8 @@ def _model_facts(model: nn.Module) -> dict[str, Any]:
     for name in ("num_hidden_layers", "hidden_size", "vocab_size", "num_labels"):
         if (value := getattr(config, name, None)) is not None:
             facts[name] = value
-    return {**facts, "shapes": digest}
+    forms = sorted({p.stored.form for p in model.parameters() if isinstance(p, FrozenWeight)})
+    return {**facts, "frozen weights": ", ".join(forms) or "as loaded", "shapes": digest}
 
 
 def data_facts(dataset: Any) -> dict[str, Any]:

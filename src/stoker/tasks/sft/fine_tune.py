@@ -14,7 +14,9 @@ import numpy as np
 
 from stoker.english import counted
 from stoker.errors import UserError, one_line
-from stoker.model import restore
+from stoker.kernels.frozen_parameter import FORMS
+from stoker.model.frozen_weights import describe
+from stoker.model.optimize import restore_classes
 from stoker.tasks import hub, training_run
 from stoker.tasks.faults import Faults
 from stoker.tasks.loading import most_tokens
@@ -58,6 +60,14 @@ class SftOptions(DataOptions):
             "help": "Layers with an adapter: auto or all-linear (all but the head), or names separated by commas."
         },
     )
+    frozen_weights: str | None = field(
+        default=None,
+        metadata={
+            "help": "Store the weights of the base model, which an adapter leaves as they are, in fewer bits: bfloat16, int8 "
+            "or nf4 (QLoRA). Embeddings and head are stored in bfloat16. Default: fp32.",
+            "choices": list(FORMS),
+        },
+    )
     merge: bool = field(
         default=False, metadata={"help": "Also write the model with the adapter merged, to OUTPUT_DIR/merged."}
     )
@@ -80,7 +90,7 @@ def main(argv: list[str]) -> int:
 
     _check(job)
     set_seed(args.seed)
-    found = load_for_training(job.model)
+    found = load_for_training(job.model, options.frozen_weights)
     args.max_length = _row_length(args.max_length, found)
     raw = {split: _read(job, split) for split in training_run.wanted_splits(args)}
     chats = _prepare_template(job, raw, found.tokenizer)
@@ -94,7 +104,7 @@ def main(argv: list[str]) -> int:
     training_run.train(job, trainer, format=raw["train"][0].name)
     metrics = _evaluate(job, trainer, sets) if args.do_eval else {}
     if samples:
-        restore(trainer.model)  # generation runs as stock does, and would say so
+        restore_classes(trainer.model)  # generation runs as stock does, and would say so
         after = _answers(job, trainer, samples)
         trainer.recorder.write("examples", rows=sample_rows(samples, before, after))
     if options.merge and args.should_save:
@@ -114,6 +124,11 @@ def _check(job: training_run.Job) -> None:
         raise UserError("stoker train sft always trains; leave out --do_train False")
     if options.full and options.merge:
         raise UserError("--merge adds an adapter to the model, and with --full there is none; give only one of them")
+    if options.full and options.frozen_weights:
+        raise UserError(
+            f"--frozen_weights {options.frozen_weights} is for weights that are not trained, and --full trains all of them; "
+            "give only one of them"
+        )
     if options.dpo and options.loss_on not in (None, "completions"):
         raise UserError(f"--loss_on {options.loss_on} is not possible with --dpo, which compares whole answers")
     if args.max_length is not None and args.max_length < 8:
@@ -238,6 +253,8 @@ def _trainer(job: training_run.Job, found: LanguageModel, sets: dict[str, Any]) 
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in trainer.model.parameters())
     job.print(f"training {trained:,} of {total:,} parameters" + ("" if options.full else " (LoRA; --full trains all)"))
+    if stored := describe(trainer.model):
+        job.print(f"frozen weights: {stored}")
     return trainer
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stoker.errors import UserError, one_line
+from stoker.kernels.frozen_parameter import Form
+from stoker.model.frozen_weights import store_frozen
 from stoker.tasks.loading import (
     check_vocabulary,
     config_of,
@@ -26,6 +29,8 @@ from stoker.tasks.loading import (
 __all__ = ["LanguageModel", "gguf_file", "load_for_chat", "load_for_training", "lora_config", "save_merged"]
 
 ADAPTER = "adapter_config.json"
+
+log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True)
@@ -47,13 +52,18 @@ def gguf_file(name: str) -> Path | None:
     return found[0] if found else None
 
 
-def load_for_training(options: Any) -> LanguageModel:
-    """The model that --model_name_or_path names, in fp32."""
+def load_for_training(options: Any, frozen_weights: Form | None = None) -> LanguageModel:
+    """The model that --model_name_or_path names, in fp32; with `frozen_weights`, frozen and stored in that form.
+
+    It is stored as soon as it is loaded, so that a model whose files are bf16 never takes four bytes per weight.
+    """
     from transformers import AutoModelForCausalLM
 
     name = options.model_name_or_path
     if (file := gguf_file(name)) is not None:
-        return _load_gguf(file, "--model_name_or_path")
+        found = _load_gguf(file, "--model_name_or_path")
+        _freeze(found.model, frozen_weights)
+        return found
     _check_folder(name, "--model_name_or_path")
     if (Path(name) / ADAPTER).is_file() and not (Path(name) / "config.json").exists():
         raise UserError(
@@ -61,10 +71,18 @@ def load_for_training(options: Any) -> LanguageModel:
         )
     config, tokenizer = load_config(options), load_tokenizer(options)
     check_vocabulary(tokenizer, config, name)
-    model = load_model(AutoModelForCausalLM, options, config)
+    model = load_model(AutoModelForCausalLM, options, config, lambda read: _freeze(read, frozen_weights))
     if os.path.isdir(name):
         model.config.name_or_path = os.path.abspath(name)  # PEFT writes it into the adapter, which may be moved
     return LanguageModel(tokenizer, model)
+
+
+def _freeze(model: Any, form: Form | None) -> None:
+    if form is not None:
+        import torch
+
+        for what, why in store_frozen(model.requires_grad_(False), form, torch.float32):
+            log.warning("--frozen_weights %s does not apply to %s: %s", form, what, why)
 
 
 def load_for_chat(name: str) -> LanguageModel:
