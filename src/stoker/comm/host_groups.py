@@ -6,6 +6,7 @@ Network interfaces are never chosen by name: names differ between hosts, and lib
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 from pathlib import Path
@@ -20,8 +21,12 @@ def host_identity() -> str:
 
     The boot id distinguishes machines with the same name, the network namespace distinguishes containers.
     """
-    if chosen := os.environ.get("STOKER_CCL_HOST"):
-        return chosen
+    return os.environ.get("STOKER_CCL_HOST") or _identity_of(os.getpid())
+
+
+@functools.cache
+def _identity_of(pid: int) -> str:
+    """Read once per process, because every group asks."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -35,7 +40,8 @@ def exchange(store: dist.Store, key: str, rank: int, size: int, value: str) -> l
     keys = [f"{key}/{other}" for other in range(size)]
     store.set(keys[rank], value)
     try:
-        return [found.decode() for found in store.multi_get(keys)]
+        others = iter(store.multi_get([key for key in keys if key != keys[rank]]) if size > 1 else [])
+        return [value if other == rank else next(others).decode() for other in range(size)]
     except dist.DistStoreError as error:
         missing = next((other for other in range(size) if not store.check([keys[other]])), 0)
         raise dist.DistStoreError(
