@@ -306,6 +306,42 @@ def attention_cases() -> Iterator[Case]:
         )
 
 
+def relative_cases() -> Iterator[Case]:
+    """Attention with relative positions as DeBERTa computes it: on the batch padded to 384, gathered from (tokens, positions)."""
+    starts, width, span = torch.tensor((0, *itertools.accumulate(LENGTHS))), 384, 256
+    distances = torch.arange(width)[:, None] - torch.arange(width)
+    rows = torch.arange(1 - width, width).add(span).clamp(0, 2 * span - 1)
+    mask = torch.arange(width) >= torch.tensor(LENGTHS)[:, None, None, None]
+    for label, (hidden, _) in SIZES.items():
+        size = hidden // HEADS
+        qkv, grad = leaf(TOKENS, 3 * hidden), torch.randn(TOKENS, hidden)
+        tables = [leaf(2 * span, HEADS, size) for _ in range(2)]
+        padded = leaf(3, len(LENGTHS), HEADS, width, size)
+        padded_grad = torch.randn(len(LENGTHS), HEADS, width, size)
+        scale = (3 * size) ** -0.5
+
+        def gathered(x: Tensor, position_q: Tensor, position_k: Tensor, scale: float = scale) -> Tensor:
+            q, k, v = x
+            index = rows[width - 1 + distances].expand(len(LENGTHS), HEADS, width, width)
+            to_position = torch.gather(q @ position_k.permute(1, 2, 0), -1, index)
+            to_content = torch.gather(k @ position_q.permute(1, 2, 0), -1, index.transpose(-1, -2)).transpose(-1, -2)
+            scores = (q @ k.transpose(-1, -2) + to_position + to_content) * scale
+            weights = scores.masked_fill(mask, torch.finfo(x.dtype).min).softmax(-1)
+            return F.dropout(weights, P) @ v
+
+        def ours(x: Tensor, position_q: Tensor, position_k: Tensor, scale: float = scale) -> Tensor:
+            given = (position_q, position_k, rows)
+            return attention_packed(x, starts, HEADS, relative=given, scale=scale, dropout_p=P)
+
+        yield Case(
+            f"attention with relative positions, {label} fp32",
+            step(ours, [qkv, *tables], grad),
+            step(gathered, [padded, *tables], padded_grad),
+            amount=2.0 * (4 + 11) * sum(length**2 for length in LENGTHS) * hidden,  # 4 products forward, 11 backward
+            unit="GFLOP/s",
+        )
+
+
 def linear_cases() -> Iterator[Case]:
     for label, (hidden, inner) in SIZES.items():
         for outs, width in (((hidden,) * 3, hidden), ((hidden,), hidden), ((inner,), hidden), ((hidden,), inner)):
@@ -394,6 +430,7 @@ GROUPS: list[Callable[[], Iterator[Case]]] = [
     norm_cases,
     activation_cases,
     attention_cases,
+    relative_cases,
     linear_cases,
     lora_cases,
     quantized_cases,

@@ -86,7 +86,8 @@ def test_parameters_in_bf16_train_close_to_fp32(family: str) -> None:
     loss.backward()
     expected = stock(**full.kwargs).loss
     torch.testing.assert_close(loss.float(), expected, rtol=0.1, atol=0.1)
-    assert stoker.report(model).left_alone == ()
+    # the norm after the last layer, for which there is a kernel in fp32 only
+    assert [what for what, _ in stoker.report(model).left_alone] == ["1 x EuroBertRMSNorm"] * (family == "EuroBert")
     assert all(gradient.isfinite().all() for gradient in tiny.gradients(model).values())
 
 

@@ -54,6 +54,8 @@ def test_with_dropout_expected_loss_and_gradient_are_those_of_stock(family: str)
 @pytest.mark.parametrize("where", ["attention", "embeddings", "layers"])
 def test_dropout_causes_the_same_variance_of_hidden_states_as_in_stock(family: str, where: str) -> None:
     """The variance over draws, averaged over some hundreds of elements, is sharp enough to miss no dropout."""
+    if family == "EuroBert" and where != "attention":
+        pytest.skip("it has dropout in attention only")
     repeats, full = 100, _batch_without_padding(family, "Model")
     stock = tiny.model(family, dropout=0.0)
     _set_dropout(stock, where, 0.2)
@@ -93,7 +95,7 @@ def test_the_same_seed_gives_the_same_step() -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("mode", ["asked", "autocast", "both"])
 def test_bf16_keeps_fp32_parameters_losses_and_gradients(family: str, mode: str) -> None:
-    head = "QuestionAnswering"
+    head = tiny.token_head(family)
     full = tiny.batch(family, head)
     stock = tiny.model(family, head)
     loss, _, gradients = tiny.truth(stock, head, full)

@@ -57,6 +57,12 @@ CONFIGS = {
         attention_dropout=0.1,
         mlp_dropout=0.1,
     ),
+    "NomicBert": lambda: transformers.NomicBertConfig(**_COMMON),
+    "Gte": lambda: transformers.GteConfig(**_COMMON, type_vocab_size=2),
+    "JinaEmbeddingsV3": lambda: transformers.JinaEmbeddingsV3Config(**_COMMON, type_vocab_size=2),
+    "EuroBert": lambda: transformers.EuroBertConfig(
+        **_COMMON, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, mask_token_id=3
+    ),
 }
 # With STOKER_TEST_BRIEF (the same tests on another instruction set) five families stand for all: plain, learned biases on scores,
 # relative positions, shared layers, and rotary positions with windows and gated layers.
@@ -71,7 +77,30 @@ def supported(*families: str) -> tuple[str, ...]:
 
 FAMILIES = supported(*(("Bert", "MPNet", "DebertaV2", "Albert", "ModernBert") if BRIEF else CONFIGS))
 HEADS = ("QuestionAnswering", "SequenceClassification", "TokenClassification", "MaskedLM", "MultipleChoice")
-TYPED = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "RemBert", "Albert")
+TYPED = (
+    "Bert",
+    "Roberta",
+    "XLMRoberta",
+    "Camembert",
+    "Electra",
+    "RemBert",
+    "Albert",
+    "NomicBert",
+    "Gte",
+    "JinaEmbeddingsV3",
+)
+
+
+def heads(family: str) -> list[str]:
+    """The heads that transformers has for this family."""
+    return [head for head in HEADS if hasattr(transformers, f"{family}For{head}")]
+
+
+def token_head(family: str) -> str:
+    """A head that every position contributes to."""
+    return "QuestionAnswering" if "QuestionAnswering" in heads(family) else "TokenClassification"
+
+
 DROPOUTS = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
@@ -126,7 +155,7 @@ def batch(
     family: str, head: str, side: str = "right", lengths: tuple[int, ...] = (7, 12, 1, 9), seed: int = 1
 ) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    padding = 1 if family in ("Roberta", "XLMRoberta", "Camembert", "MPNet") else 0
+    padding = 1 if family in ("Roberta", "XLMRoberta", "Camembert", "MPNet", "Gte", "JinaEmbeddingsV3") else 0
     width, rows = max(lengths) + 2, len(lengths)
     ids = torch.full((rows, width), padding)
     mask = torch.zeros(rows, width, dtype=torch.long)

@@ -57,12 +57,12 @@ def _decoder(name: str, folder: str, prefix: str, **changes: object) -> Family:
         "down_norm": "post_attention_layernorm",
         "norm": "rms",
         "pre_norm": True,
-        "empty_mask": _NO_CAUSAL_MASK,
+        "empty_mask": _NO_MASK,
     }
     return Family(name=name, folder=folder, **{**fields, **changes})  # type: ignore[arg-type]
 
 
-_NO_CAUSAL_MASK = torch.empty(1, 1, 1, 1)
+_NO_MASK = torch.empty(1, 1, 1, 1)
 """transformers passes a mask of four dimensions on as it is; the fused layers do not read it."""
 
 _NO_MASK_BY_TYPE: dict[str, object] = {"full_attention": None, "sliding_attention": None}
@@ -89,6 +89,28 @@ _LIKE_ROBERTA: dict[str, object] = {
     "pooler_slot_until": 4,
     "positions_after_padding": True,
     "masked_lm": _ROBERTA_HEAD,
+}
+
+_LIKE_NOMIC: dict[str, object] = {
+    "since": 5,  # earlier versions do not have them
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "scale": "self_attn.scaling",
+    "head_size": "self_attn.head_dim",
+    "attention_dropout": "self_attn.attention_dropout",
+    "rotary": "position_embeddings",
+    "out": "self_attn.o_proj",
+    "out_dropout": "post_attention_dropout",
+    "attention_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "activation": "mlp.act_fn",
+    "down": "mlp.down_proj",
+    "down_dropout": "post_mlp_dropout",
+    "down_norm": "post_mlp_layernorm",
+    "position": None,
+    "empty_mask": _NO_MASK,
 }
 
 _LIKE_GEMMA: dict[str, object] = {
@@ -292,6 +314,35 @@ FAMILIES: tuple[Family, ...] = (
         masked_lm=MaskedLM(
             dense="head.dense", activation="head.act", norm="head.norm", decoder="decoder", counts_items=True
         ),
+    ),
+    _row(
+        "NomicBERT",
+        "nomic_bert",
+        "NomicBert",
+        **_LIKE_NOMIC,
+        masked_lm=MaskedLM(
+            dense="cls.predictions.transform.dense",
+            activation="cls.predictions.transform.transform_act_fn",
+            norm="cls.predictions.transform.layer_norm",
+            decoder="cls.predictions.decoder",
+        ),
+    ),
+    _row("GTE", "gte", "Gte", **_LIKE_NOMIC, inner_dropout="mlp.dropout", masked_lm=_ROBERTA_HEAD),
+    _row(
+        "Jina Embeddings v3",
+        "jina_embeddings_v3",
+        "JinaEmbeddingsV3",
+        **{**_LIKE_NOMIC, "gate": None, "up": "mlp.fc1", "activation": "mlp.activation_fn", "down": "mlp.fc2"},
+        masked_lm=_ROBERTA_HEAD,
+    ),
+    _decoder(
+        "EuroBERT",
+        "eurobert",
+        "EuroBert",
+        causal=False,
+        causal_lm=None,
+        masked_lm_model="EuroBertForMaskedLM",
+        masked_lm=MaskedLM(decoder="lm_head", counts_items=True),
     ),
     _decoder("Llama", "llama", "Llama"),
     _decoder("Qwen2", "qwen2", "Qwen2", window=_sliding_window, empty_mask=_NO_MASK_BY_TYPE),

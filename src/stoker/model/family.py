@@ -32,9 +32,10 @@ Norm = Literal["layer", "rms", "rms_plus_one"]
 class MaskedLM:
     """Where a masked-LM head, decoder(norm(activation(dense(hidden)))), keeps its parts."""
 
-    dense: str
-    norm: str
     decoder: str
+    dense: str | None = None
+    """None: the head is the decoder alone."""
+    norm: str | None = None
     activation: str | None = None
     """None: the head calls gelu as a function."""
     counts_items: bool = False
@@ -44,7 +45,8 @@ class MaskedLM:
 
     def containers(self) -> tuple[str, ...]:
         """The modules that contain these parts; the fused loss does not call them."""
-        return _containers(self.dense, self.norm, *(() if self.table_bias else (self.decoder,)))
+        parts = (self.dense, self.norm, None if self.table_bias else self.decoder)
+        return _containers(*(path for path in parts if path is not None))
 
 
 @dataclass(frozen=True, kw_only=True)

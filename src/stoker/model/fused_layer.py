@@ -124,7 +124,7 @@ def _relative(m: _Parts, sequences: Sequences, extra: dict[str, Any], size: int)
     rows = (extra[parts.distances] + span).clamp(0, 2 * span - 1)
     first, last = (int(end) for end in rows.aminmax())
     table = m.dropout(parts.dropout, extra[parts.table][first : last + 1].to(sequences.dtype))
-    projected = m.project_together(tuple(paths.values()), table).unflatten(1, (len(paths), -1, size)).unbind(1)
+    projected = m.project_together(tuple(paths.values()), table).view(last - first + 1, len(paths), -1, size).unbind(1)
     found = dict(zip(paths, projected, strict=True))
     return found.get("p2c"), found.get("c2p"), rows - first
 

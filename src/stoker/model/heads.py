@@ -67,9 +67,9 @@ class MaskedLMModel(Optimized):
         head = _head(self)
         if head is None or not _stock_loss(self, head) or not _is_plain(self, head):
             return []
-        paths = [head.dense, *([head.activation] if head.activation else [])]
-        paths += [] if head.table_bias else [head.decoder]  # the embeddings call their table
-        return [child(self, path) for path in paths]
+        # a table is called by the embeddings
+        paths = (head.dense, head.activation, None if head.table_bias else head.decoder)
+        return [child(self, path) for path in paths if path is not None]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = named(self, args, kwargs)
@@ -120,7 +120,7 @@ def _head(model: Any) -> MaskedLM | None:
     """Where this model keeps the parts of its head; None if the table does not say."""
     row: Family = model.stoker_row
     heads = (head for head in (row.masked_lm, row.other_masked_lm) if head is not None)
-    return next((head for head in heads if hasattr(model, head.dense.partition(".")[0])), None)
+    return next((head for head in heads if hasattr(model, (head.dense or head.decoder).partition(".")[0])), None)
 
 
 def _decoder(model: nn.Module, head: MaskedLM) -> tuple[Tensor, Tensor | None]:
@@ -148,8 +148,8 @@ def _is_plain(model: nn.Module, head: MaskedLM) -> bool:
     decoder = child(model, head.decoder)
     return (
         all(unhooked(child(model, path)) for path in head.containers())
-        and plain(child(model, head.dense), nn.Linear)
-        and plain(child(model, head.norm), nn.LayerNorm)
+        and (head.dense is None or plain(child(model, head.dense), nn.Linear))
+        and (head.norm is None or plain(child(model, head.norm), nn.LayerNorm))
         and (ordinary(decoder) if head.table_bias else plain(decoder, nn.Linear))
         and (head.activation is None or activation_kind(child(model, head.activation)) is not None)
         and decoder.weight.device.type == "cpu"
@@ -158,7 +158,9 @@ def _is_plain(model: nn.Module, head: MaskedLM) -> bool:
 
 
 def _features(model: nn.Module, head: MaskedLM, hidden: Tensor) -> Tensor:
-    """norm(activation(dense(hidden)))"""
-    dense, norm = child(model, head.dense), child(model, head.norm)
-    kind = "gelu" if head.activation is None else activation_kind(child(model, head.activation))
-    return norm(bias_activation(linear(hidden, stored_weight(dense.weight)), dense.bias, kind or "gelu"))  # type: ignore[no-any-return]
+    """norm(activation(dense(hidden))), as far as the head has these parts"""
+    if head.dense is not None:
+        dense = child(model, head.dense)
+        kind = "gelu" if head.activation is None else activation_kind(child(model, head.activation))
+        hidden = bias_activation(linear(hidden, stored_weight(dense.weight)), dense.bias, kind or "gelu")
+    return hidden if head.norm is None else child(model, head.norm)(hidden)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.hf.seeded_batches import BatchSeeds, seed_batches
-from stoker.model.families import find
+from stoker.model.families import Family, find
 from stoker.requires import require
 from stoker.tasks.mlm.features import TextRows
 from stoker.tasks.scoring_trainer import ScoringTrainer
@@ -63,13 +63,21 @@ def masked_logits(model: nn.Module, unwrapped: nn.Module, inputs: dict[str, Any]
     `model` is `unwrapped`, or a wrapper of it for several processes.
     """
     row = find(type(unwrapped))
-    head = None if row is None else row[0].masked_lm
-    if head is None:
+    first = None if row is None else _first_of_head(unwrapped, row[0])
+    if first is None:
         every: Tensor = model(**inputs).logits
         return every[masked]
-    with _only(unwrapped.get_submodule(head.dense), masked):
+    with _only(first, masked):
         logits: Tensor = model(**inputs).logits
     return logits.flatten(0, 1)
+
+
+def _first_of_head(model: nn.Module, row: Family) -> nn.Module | None:
+    """The first layer of the head; None if the table does not know this model's."""
+    modules = dict(model.named_modules())
+    heads = (head for head in (row.masked_lm, row.other_masked_lm) if head is not None)
+    paths = (head.dense or head.norm or head.decoder for head in heads)
+    return next((modules[path] for path in paths if path in modules), None)
 
 
 @contextlib.contextmanager
