@@ -102,6 +102,9 @@ def test_a_model_that_computes_padding_avoids_none() -> None:
         counts[unpad] = Positions()
         with counting(counts[unpad]):
             model(**batch)
-    given = batch["input_ids"].numel()
-    assert counts[True] == Positions(given, int(batch["attention_mask"].sum()))
-    assert counts[False] == Positions(given, given)
+    given, lengths = batch["input_ids"].numel(), batch["attention_mask"].sum(1)
+    assert counts[True] == Positions(given, int(lengths.sum()), int(lengths.square().sum()))
+    assert counts[False] == Positions(given, given, given * batch["input_ids"].shape[1])
+    with counting(counts[True]), torch.no_grad():
+        model(**batch)
+    assert counts[True].given == given

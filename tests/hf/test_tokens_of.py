@@ -80,12 +80,13 @@ def test_tokens_of_batches_with_several_texts_are_counted() -> None:
 
 def test_tokens_of_texts_that_the_loss_tokenizes_are_counted() -> None:
     """Cross-encoders tokenize raw texts inside their loss."""
-    meter = Meter(Work(1.0, 0.0), peak=1e9)
+    meter = Meter(Work(1.0, 2.0), peak=1e9)
     meter.batch({"text": ["a b"], "label": torch.ones(1)})
-    meter.positions.given, meter.positions.computed = 10, 6
+    meter.positions.given, meter.positions.computed, meter.positions.pairs = 10, 6, 18
     figures = meter.take()
     assert figures["tokens_per_second"] > 0
     assert figures["padding_avoided"] == 0.4
+    assert figures["share_of_peak"] == pytest.approx((6 + 2 * 18) / 6 * figures["tokens_per_second"] / 1e9, abs=1e-4)
     assert "samples_per_second" not in figures
     assert meter.take() == {}
 

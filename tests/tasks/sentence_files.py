@@ -41,6 +41,16 @@ def rows_of(kind: str, count: int = 48) -> list[dict[str, Any]]:
             {"sentence1": sentence(a), "sentence2": sentence(b), "score": 5.0 * (a % 4 == b % 4) / (1 + (a != b))}
             for a, b in others
         ]
+    if kind == "pairs with classes":
+        return [
+            {"premise": question(n), "hypothesis": sentence(n + n % 3), "label": ("yes", "no", "perhaps")[n % 3]}
+            for n in range(count)
+        ]
+    if kind == "lists":
+        return [
+            {"query": question(n), "documents": [sentence((n + d) % count) for d in range(4)], "labels": [0, 2, 1, 0]}
+            for n in range(count // 4)
+        ]
     return [{"text": sentence(n), "label": COLOURS[n % 4]} for n in range(count)]
 
 

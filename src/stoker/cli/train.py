@@ -18,13 +18,16 @@ _TASKS = {
     "mlm": "continue the pre-training of a model on texts, by masked words",
     "sft": "fine-tune a language model on chats, instructions, texts or preference pairs",
     "embed": "train an embedding model on pairs, triplets, pairs with scores, or labelled texts",
+    "rerank": "train a cross-encoder that scores or classifies pairs of texts",
 }
+_SENTENCES = (["datasets", "sentence_transformers"], "sentence-transformers and datasets", "embed")
 _NEEDS = {
-    "sft": (["datasets", "peft", "trl"], "TRL, PEFT and datasets"),
-    "ner": (["seqeval"], "transformers and seqeval"),
-    "embed": (["datasets", "sentence_transformers"], "sentence-transformers and datasets"),
+    "sft": (["datasets", "peft", "trl"], "TRL, PEFT and datasets", "sft"),
+    "ner": (["seqeval"], "transformers and seqeval", "ner"),
+    "embed": _SENTENCES,
+    "rerank": _SENTENCES,
 }
-"""Packages that a task needs besides transformers, and what the message calls them; the extra is named like the task."""
+"""Packages that a task needs besides transformers, what the message calls them, and the extra that installs them."""
 
 _OVERVIEW = """usage: stoker train TASK [options]
        stoker train TASK RECIPE [options]
@@ -36,6 +39,7 @@ Fine-tunes a model, evaluates it, and writes it with a report of the run. Tasks:
   mlm        continue the pre-training of a model on your own texts, by masked words
   sft        fine-tune a language model on chats, instructions, texts or preference pairs
   embed      train an embedding model on pairs, triplets, pairs with scores, or labelled texts
+  rerank     train a cross-encoder that scores or classifies pairs of texts
 
 A recipe is a YAML or JSON file of options; every run writes the one that repeats it, DIR/recipe.yaml.
 `stoker train TASK --help` lists the common options, --help-all every one."""
@@ -246,6 +250,44 @@ example:
     --validation_file dev.jsonl --output_dir out/embed
 
 --help-all lists every option.""",
+    "rerank": """usage: stoker train rerank --model_name_or_path MODEL --train_file FILE --output_dir DIR [options]
+
+Trains a cross-encoder, which reads two texts together: a reranker, or a classifier of pairs. Built on sentence-transformers
+(pip install 'stoker[embed]').
+
+Data (JSON, JSON lines, CSV, TSV, Parquet; .gz too). Its columns tell the kind, and the loss follows:
+  pairs with scores (query, document, score; or documents and scores as lists)   BinaryCrossEntropyLoss
+  triplets (query, positive, negative, or negative_1, negative_2, ...)           BinaryCrossEntropyLoss
+  pairs (query, positive): documents of other rows are the negatives             MultipleNegativesRankingLoss
+  pairs with classes (premise, hypothesis, label)                                CrossEntropyLoss
+  --train_file, --validation_file, --test_file FILE; --dataset_name NAME on the hub
+  --text_column_names A,B,...     the columns of texts in this order; --label_column_name C: of score or class
+  --column_names A,B,...          names of the columns, if the first line of a CSV or TSV file is a row
+  --mine_negatives N              add N hard negatives to each pair, found by the embedding model --mining_model NAME
+  --corpus_file FILE              further texts to search in; --mining_margin 0.05, --mining_skip 0
+  --max_train_samples, --max_eval_samples N; --strict stops at the first row that cannot be used
+
+Model:
+  --model_name_or_path NAME       a folder, or the name of a model on the hub: a cross-encoder, or any encoder
+  --max_seq_length N              maximum tokens of both texts (default: the model's own)
+  --bf16                          bf16 activations with fp32 weights, on any CPU
+
+Training:
+  --loss NAME                     another loss, such as LambdaLoss, ListNetLoss, RankNetLoss, MSELoss
+  --loss_kwargs JSON              its arguments; --mini_batch_size 32 of Cached losses
+  --do_predict                    score the pairs of the test file
+  --num_train_epochs 3, --max_steps N, --learning_rate 2e-5, --warmup_steps 0.1, --seed 42
+  --per_device_train_batch_size   64 where the other rows of a batch are negatives, else 16; or --tokens_per_batch N
+  --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
+  --samples 3                     examples in the report, before and after training
+  --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
+  --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train rerank ...
+
+example:
+  stoker train rerank --model_name_or_path microsoft/MiniLM-L12-H384-uncased --train_file pairs.jsonl --output_dir out/rerank \\
+    --mine_negatives 4 --mining_model sentence-transformers/all-MiniLM-L6-v2
+
+--help-all lists every option.""",
 }
 
 
@@ -261,8 +303,8 @@ def main(argv: list[str]) -> int:
         print(_HELP[task])
         return 0
     if task in _NEEDS:
-        packages, needs = _NEEDS[task]
-        require_packages(f"stoker train {task}", ["transformers", *packages], needs, extra=task)
+        packages, needs, extra = _NEEDS[task]
+        require_packages(f"stoker train {task}", ["transformers", *packages], needs, extra=extra)
     require_transformers("stoker train", extra="hf")
     if "--help-all" in rest:
         return _all_help(task, rest)

@@ -191,8 +191,9 @@ class Meter:
         now = time.perf_counter()
         seconds = max(now - self._since - self._paused, 1e-9)
         figures: dict[str, float] = {}
-        # If raw texts are tokenized inside the loss, only the positions that the model computed are known.
-        self.tokens = self.tokens or self.positions.computed
+        if not self.tokens:  # raw texts are tokenized inside the loss: only what the model computed is known
+            self.tokens = self.positions.computed
+            self.flops = self.work.per_token * self.tokens + self.work.per_pair * self.positions.pairs
         if self.tokens:
             figures["tokens_per_second"] = round(self.tokens / seconds, 1)
             if self.rows:
@@ -206,7 +207,7 @@ class Meter:
             self.phases["rest"] = max(seconds - known_phases, 0.0)
         self.last_phases = dict(self.phases)
         self.phases = dict.fromkeys(PHASES, 0.0)
-        self.tokens = self.rows = self.positions.given = self.positions.computed = 0
+        self.tokens = self.rows = self.positions.given = self.positions.computed = self.positions.pairs = 0
         self.flops = self._paused = 0.0
         self._since = time.perf_counter()
         return figures

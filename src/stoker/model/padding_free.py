@@ -74,11 +74,10 @@ class PaddingFreeModel(Optimized):
         call = named(self, args, kwargs)
         sequences = self._sequences(call)
         if isinstance(sequences, str):
-            positions = _positions(call)
-            count(positions, positions)
+            count(*_padded_positions(call))
             with running(None):  # this model may be inside another one that runs padding-free
                 return self._stock_forward(sequences, args, kwargs)
-        count(sequences.batch * sequences.length, sequences.tokens)
+        count(sequences.batch * sequences.length, sequences.tokens, sequences.cu_seqlens)
         return_dict = call.pop("return_dict", getattr(self.config, "return_dict", True))
         keep_packed = wanted_packed()
         try:
@@ -207,9 +206,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _positions(call: dict[str, Any]) -> int:
+def _padded_positions(call: dict[str, Any]) -> tuple[int, int, Tensor]:
+    """The arguments of `count` for a call that computes its padding."""
     tokens = call.get("input_ids", call.get("inputs_embeds"))
-    return tokens.shape[:2].numel() if isinstance(tokens, Tensor) else 0
+    rows, length = tokens.shape[:2] if isinstance(tokens, Tensor) and tokens.dim() > 1 else (0, 0)
+    return rows * length, rows * length, torch.arange(rows + 1) * length
 
 
 def _has_types(model: Any) -> bool:

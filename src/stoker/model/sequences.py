@@ -244,10 +244,12 @@ def seen_by_head() -> Sequences | None:
 
 @dataclass
 class Positions:
-    """How many positions, padding included, optimized base models were given, and how many they computed."""
+    """How many positions, padding included, optimized base models were given in training, and how many they computed."""
 
     given: int = 0
     computed: int = 0
+    pairs: int = 0
+    """Pairs of positions of one sequence, as attention computes them."""
 
 
 _COUNT: ContextVar[Positions | None] = ContextVar("stoker_positions", default=None)
@@ -263,8 +265,12 @@ def counting(positions: Positions) -> Iterator[None]:
         _COUNT.reset(token)
 
 
-def count(given: int, computed: int) -> None:
-    """Adds a call to the positions of the enclosing `counting` block, if there is one."""
-    if (positions := _COUNT.get()) is not None:
+def count(given: int, computed: int, cu_seqlens: Tensor) -> None:
+    """Adds a call to the positions of the enclosing `counting` block, if there is one.
+
+    Calls without gradients are not counted: losses that compute a batch twice begin with one.
+    """
+    if (positions := _COUNT.get()) is not None and torch.is_grad_enabled():
         positions.given += given
         positions.computed += computed
+        positions.pairs += int(torch.diff(cu_seqlens).long().square().sum())

@@ -40,6 +40,7 @@ _TASKS = {
     "embed": "text embeddings",
     "ner": "named entities",
     "mlm": "masked language modeling",
+    "rerank": "reranking",
     "demo": "question answering in an invented world",
 }
 
@@ -132,6 +133,8 @@ _SCORES = {
     "matthews_correlation": "Matthews", "spearman_cosine": "Spearman", "cosine_ndcg@10": "NDCG@10",
     "cosine_recall@10": "recall@10", "cosine_mrr@10": "MRR@10", "cosine_accuracy": "accuracy", "cosine_ap": "average precision",
     "perplexity": "perplexity", "masked_accuracy": "of the masked tokens right",
+    "ndcg@10": "NDCG@10", "mrr@10": "MRR@10", "map": "MAP", "average_precision": "average precision", "spearman": "Spearman",
+    "f1_macro": "macro F1", "f1_micro": "accuracy",
 }  # fmt: skip
 
 

@@ -141,6 +141,9 @@ _SCORES = (
     ("eval_spearmanr", "Spearman", _FIVE), ("eval_spearman_cosine", "Spearman", _ONE), ("eval_cosine_ndcg@10", "NDCG@10", _ONE),
     ("eval_cosine_recall@10", "recall@10", _TWO), ("eval_cosine_mrr@10", "MRR@10", _FOUR),
     ("eval_cosine_accuracy", "accuracy", _THREE), ("eval_masked_accuracy", "masked tokens right", _ONE),
+    ("eval_ndcg@10", "NDCG@10", _ONE), ("eval_mrr@10", "MRR@10", _TWO), ("eval_map", "MAP", _FOUR),
+    ("eval_average_precision", "AP", _FOUR), ("eval_spearman", "Spearman", _ONE), ("eval_f1_macro", "macro F1", _ONE),
+    ("eval_f1_micro", "accuracy", _THREE),
 )  # fmt: skip
 
 

@@ -17,11 +17,14 @@ __all__ = ["model_card"]
 
 _PIPELINES = {
     "qa": "question-answering", "classify": "text-classification", "sft": "text-generation", "ner": "token-classification",
-    "mlm": "fill-mask", "embed": "sentence-similarity",
+    "mlm": "fill-mask", "embed": "sentence-similarity", "rerank": "text-ranking",
 }  # fmt: skip
-_LIBRARIES = {"embed": "sentence-transformers"}
+_LIBRARIES = {"embed": "sentence-transformers", "rerank": "sentence-transformers"}
 """Libraries that load the models of a task; transformers does, unless it is listed."""
-_TAGS = {"embed": ["sentence-transformers", "feature-extraction"]}
+_TAGS = {
+    "embed": ["sentence-transformers", "feature-extraction"],
+    "rerank": ["sentence-transformers", "cross-encoder", "reranker"],
+}
 _USES = {
     "qa": """import torch
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
@@ -57,6 +60,10 @@ for entity in find("Ada Lovelace wrote to Charles Babbage from London."):
 fill = pipeline("fill-mask", model="{path}", device="cpu")
 for guess in fill(f"The letter was written in {fill.tokenizer.mask_token}."):
     print(guess["token_str"], round(float(guess["score"]), 3))""",
+    "rerank": """from sentence_transformers import CrossEncoder
+
+model = CrossEncoder("{path}")
+print(model.predict([("Who wrote the letter?", "Ada wrote it in 1843."), ("Who wrote the letter?", "The mill burned down.")]))""",
 }
 _LANGUAGE_MODEL = """import torch
 from transformers import AutoTokenizer

@@ -13,7 +13,7 @@ from stoker.errors import UserError
 from stoker.tasks.faults import Faults
 from stoker.tasks.files import Row, read_rows, text_fault
 
-__all__ = ["GLUE", "Columns", "Example", "Labels", "Task", "choose_columns", "collect", "read_examples"]
+__all__ = ["GLUE", "Columns", "Example", "Labels", "Task", "choose_columns", "collect", "label_order", "read_examples"]
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class Labels:
         for names in known:
             if names and found <= set(names):
                 return cls(tuple(names))
-        return cls(tuple(sorted(found, key=_sort_key)))
+        return cls(tuple(sorted(found, key=label_order)))
 
     def number(self, label: str | float | None) -> int:
         return self.names.index(str(label))
 
 
-def _sort_key(name: str) -> tuple[int, int, str]:
+def label_order(name: str) -> tuple[int, int, str]:
     """Sorts numbers first, by value."""
     try:
         return 0, int(name), name

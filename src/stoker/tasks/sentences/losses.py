@@ -27,7 +27,7 @@ class Loss:
     gathers: bool = False
     """Can use the rows of all processes as negatives."""
     scores: str | None = None
-    """`unit`: scores must be between -1 and 1; `binary`: they must be 0 or 1; None: only their order matters."""
+    """`unit`: scores must be between -1 and 1; `share`: between 0 and 1; `binary`: 0 or 1; None: only their order matters."""
 
     @property
     def in_batch(self) -> bool:
@@ -64,13 +64,11 @@ DEFAULTS = {
 
 
 def loss_for(
-    kind: str,
-    columns: str,
-    asked: str | None,
-    losses: Mapping[str, Loss] = LOSSES,
-    defaults: Mapping[str, str] = DEFAULTS,
+    kind: str, columns: str, asked: str | None, losses: Mapping[str, Loss], defaults: Mapping[str, str]
 ) -> Loss:
     """The loss that --loss names, or the default for this kind of rows; `columns` are theirs, for messages."""
+    if kind not in defaults:
+        raise UserError(f"the training data has {kind} ({columns}); needed are {', '.join(defaults)}")
     if asked is None:
         return losses[defaults[kind]]
     by_lower = {name.lower(): name for name in losses}

@@ -1,4 +1,4 @@
-"""Loads embedding models: the folder of a SentenceTransformer, or any encoder, which gets mean pooling."""
+"""Loads embedding models and cross-encoders; any encoder will do, and gets mean pooling or a new head."""
 
 from __future__ import annotations
 
@@ -18,33 +18,52 @@ from stoker.errors import UserError
 from stoker.model import optimize, restore
 from stoker.tasks.loading import check_finite, check_vocabulary, config_of, loaded, model_of, row_length, tokenizer_of
 
-__all__ = ["Loader", "fast_inference", "load_sentence_transformer", "set_row_length"]
+__all__ = ["fast_inference", "load_cross_encoder", "load_sentence_transformer", "set_row_length"]
 
 log = logging.getLogger("stoker")
 
-_FLAG = "--model_name_or_path"
 MODULES = "modules.json"
 
 
-def load_sentence_transformer(options: Any) -> Any:
-    """The embedding model that --model_name_or_path names, in fp32."""
+def load_sentence_transformer(options: Any, name: str | None = None, flag: str = "--model_name_or_path") -> Any:
+    """The embedding model that --model_name_or_path names, or another one, in fp32."""
     from sentence_transformers import SentenceTransformer
 
+    return _load(SentenceTransformer, "embedding model", name or options.model_name_or_path, options, flag)
+
+
+def load_cross_encoder(options: Any, num_labels: int) -> Any:
+    """The cross-encoder that --model_name_or_path names, in fp32; an encoder gets a new head with `num_labels` outputs."""
+    from sentence_transformers import CrossEncoder
+
     name = options.model_name_or_path
-    for flag in ("config_name", "tokenizer_name"):
-        if getattr(options, flag):
-            raise UserError(f"--{flag} is not possible here: an embedding model is one folder; put the files into it")
+    more = {"ignore_mismatched_sizes": True} if options.ignore_mismatched_sizes else {}
+    return _load(CrossEncoder, "cross-encoder", name, options, "--model_name_or_path", more, num_labels=num_labels)
+
+
+def _load(
+    kind: Any,
+    what: str,
+    name: str,
+    options: Any,
+    flag: str,
+    model_kwargs: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    for other in ("config_name", "tokenizer_name"):
+        if getattr(options, other):
+            raise UserError(f"--{other} is not possible here: the model is one folder; put the files into it")
     local = os.path.isdir(name)
     if local:
-        _check_folder(Path(name), trust_remote_code=options.trust_remote_code)
+        _check_folder(Path(name), what, flag, trust_remote_code=options.trust_remote_code)
     elif os.path.exists(name):
-        raise UserError(f"{_FLAG} {name} is a file; name a folder, or a model on the hub")
+        raise UserError(f"{flag} {name} is a file; name a folder, or a model on the hub")
     model = loaded(
-        Loader(SentenceTransformer), "embedding model", name, cache_folder=options.cache_dir,
+        _Loader(kind), what, name, flag=flag, cache_folder=options.cache_dir,
         revision=options.model_revision if not local else None, token=options.token,
         trust_remote_code=options.trust_remote_code,
         local_files_only=local,  # else every saved checkpoint would ask the hub for the name of the base model
-        device="cpu", model_kwargs={"dtype": torch.float32},
+        device="cpu", model_kwargs={"dtype": torch.float32, **(model_kwargs or {})}, **settings,
     )  # fmt: skip
     model.float()
     check_finite(model, name)
@@ -52,7 +71,7 @@ def load_sentence_transformer(options: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Loader:
+class _Loader:
     """A class of sentence-transformers as a loader with `from_pretrained`, which `loaded` expects."""
 
     kind: Any
@@ -65,15 +84,15 @@ class Loader:
         return self.kind(name, **options)
 
 
-def _check_folder(folder: Path, **options: Any) -> None:
+def _check_folder(folder: Path, what: str, flag: str, **options: Any) -> None:
     """Checks the files of the transformer inside as other tasks do; without, random weights might be trained."""
     from transformers import AutoModel
 
     inner = str(_transformer_of(folder))
-    config = config_of(inner, flag=_FLAG, **options)
-    tokenizer = tokenizer_of(inner, flag=_FLAG, **options)
+    config = config_of(inner, flag=flag, **options)
+    tokenizer = tokenizer_of(inner, flag=flag, **options)
     check_vocabulary(tokenizer, config, str(folder))
-    model_of(AutoModel, inner, config, what="embedding model", **options)
+    model_of(AutoModel, inner, config, what=what, flag=flag, **options)
 
 
 def _transformer_of(folder: Path) -> Path:
@@ -86,7 +105,7 @@ def _transformer_of(folder: Path) -> Path:
         part, kind = str(first["path"]), str(first["type"]).rpartition(".")[2]
     except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
         raise UserError(
-            f"no embedding model can be loaded from the folder {folder}: {MODULES} does not list the parts of a model"
+            f"no model can be loaded from the folder {folder}: {MODULES} does not list the parts of a model"
         ) from None
     if kind != "Transformer":
         raise UserError(f"{folder} begins with {with_article(kind)} ({MODULES}); only transformers are trained here")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncoderTrainingArguments
 
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.trainer import Trainer
@@ -17,7 +18,7 @@ from stoker.tasks.combine import bases
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
-__all__ = ["EmbeddingArguments", "EmbeddingTrainer"]
+__all__ = ["EmbeddingArguments", "EmbeddingTrainer", "RerankArguments", "RerankTrainer"]
 
 require("sentence-transformers trainers")
 
@@ -45,6 +46,11 @@ class EmbeddingArguments(_Defaults, *bases(TrainingArguments, SentenceTransforme
     """sentence-transformers' arguments with Stoker's."""
 
 
+@dataclass
+class RerankArguments(_Defaults, *bases(TrainingArguments, CrossEncoderTrainingArguments)):  # type: ignore[misc]
+    """The arguments of sentence-transformers' cross-encoders with Stoker's."""
+
+
 class _Tidy:
     def add_model_card_callback(self, default_args_dict: dict[str, Any]) -> None:
         """sentence-transformers would tokenize data and ask the hub for a model card that `stoker train` replaces."""
@@ -60,3 +66,7 @@ class _Tidy:
 
 class EmbeddingTrainer(_Tidy, *bases(Trainer, SentenceTransformerTrainer)):  # type: ignore[misc]
     """Stoker's Trainer for embedding models; takes what SentenceTransformerTrainer takes."""
+
+
+class RerankTrainer(_Tidy, *bases(Trainer, CrossEncoderTrainer)):  # type: ignore[misc]
+    """Stoker's Trainer for cross-encoders; takes what CrossEncoderTrainer takes."""

@@ -59,17 +59,21 @@ class TextOptions(DataOptions):
     samples: int = field(default=3, metadata={"help": "Examples of each kind in the report; 0 for none."})
 
 
-def read_split(job: Job, split: str) -> TextRows:
+def read_split(job: Job, split: str, *, classes: bool | None = False) -> TextRows:
+    """The usable rows of a split; `classes` as in `collect`."""
     options = job.data
     texts = column_list(options.text_column_names, "--text_column_names")
     file, most = job.source(split)
     if file:
         names = column_list(options.column_names, "--column_names")
-        found = read_text_rows(file, texts=texts, label=options.label_column_name, names=names, strict=options.strict)
+        found = read_text_rows(
+            file, texts=texts, label=options.label_column_name, names=names, classes=classes, strict=options.strict
+        )
     else:
         data = hub.load_split(options.dataset_name, options.dataset_config_name, split, job.model)
         faults = Faults(data.name, options.strict)
-        found = collect(data.rows(named=False), faults, texts=texts, label=options.label_column_name)
+        rows = data.rows(named=classes is True)
+        found = collect(rows, faults, texts=texts, label=options.label_column_name, classes=classes)
     return found.first(most)
 
 

@@ -18,11 +18,12 @@ from stoker.tasks.faults import Faults
 from stoker.tasks.files import Row, read_rows, text_fault
 
 __all__ = [
-    "KINDS", "LABELLED", "PAIRS", "SCORED", "TRIPLETS", "Columns", "TextRows", "choose_columns", "collect", "column_list",
-    "read_text_rows",
+    "CLASSED", "KINDS", "LABELLED", "PAIRS", "SCORED", "TRIPLETS", "Columns", "TextRows", "choose_columns", "collect",
+    "column_list", "read_text_rows",
 ]  # fmt: skip
 
-PAIRS, TRIPLETS, SCORED, LABELLED = "pairs", "triplets", "pairs with scores", "labelled texts"
+PAIRS, TRIPLETS, SCORED = "pairs", "triplets", "pairs with scores"
+LABELLED, CLASSED = "labelled texts", "pairs with classes"
 KINDS = {
     PAIRS: "two texts that belong together, such as anchor and positive, query and passage, question and answer",
     TRIPLETS: "the same with one or more texts that do not, such as negative, or negative_1 to negative_5",
@@ -53,6 +54,8 @@ class Columns:
     texts: tuple[str, ...]
     """In the order in which losses take them: anchor, positive, negatives."""
     label: str | None
+    classes: bool = False
+    """The labels of pairs are classes, not numbers."""
 
     @property
     def kind(self) -> str:
@@ -60,7 +63,7 @@ class Columns:
             return LABELLED
         if len(self.texts) > 2:
             return TRIPLETS
-        return PAIRS if self.label is None else SCORED
+        return PAIRS if self.label is None else CLASSED if self.classes else SCORED
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,7 +77,7 @@ class TextRows:
     columns: Columns
     texts: list[tuple[str, ...]]
     labels: list[Any]
-    """Numbers of scored pairs, classes (as text) of labelled texts; empty for the other kinds."""
+    """Numbers of scored pairs, classes (as text) of labelled texts and pairs with classes; empty for the other kinds."""
 
     @property
     def kind(self) -> str:
@@ -158,23 +161,36 @@ def read_text_rows(
     texts: Sequence[str] | None = None,
     label: str | None = None,
     names: Sequence[str] | None = None,
+    classes: bool | None = False,
     strict: bool = False,
 ) -> TextRows:
     """The usable rows of a file. `names` are the columns of a CSV or TSV file without a header."""
     faults = Faults(str(path), strict)
-    return collect(read_rows(Path(path), faults, header=names), faults, texts=texts, label=label)
+    return collect(read_rows(Path(path), faults, header=names), faults, texts=texts, label=label, classes=classes)
 
 
 def collect(
-    rows: Iterable[Row], faults: Faults, *, texts: Sequence[str] | None = None, label: str | None = None
+    rows: Iterable[Row],
+    faults: Faults,
+    *,
+    texts: Sequence[str] | None = None,
+    label: str | None = None,
+    classes: bool | None = False,
 ) -> TextRows:
-    """The usable rows; the columns of the first row decide what they are."""
+    """The usable rows; the columns of the first row decide what they are.
+
+    `classes`: whether the labels of pairs are classes; None: they are if that of the first row is not a number.
+    """
     columns: Columns | None = None
     found: list[tuple[str, ...]] = []
     labels: list[Any] = []
     for row in rows:
         if columns is None:
             columns = choose_columns([str(name) for name in row.values], texts, label, faults.source)
+            if columns.kind == SCORED:
+                first = row.values.get(columns.label or "")
+                words = isinstance(first, str) and bool(first) and finite_number(first) is None
+                columns = replace(columns, classes=words if classes is None else classes)
         expanded, reason = _read(row.values, columns)
         if reason is not None:
             faults.add(row.where, reason)
@@ -205,9 +221,9 @@ def _read(values: dict[str, Any], columns: Columns) -> tuple[Expanded, str | Non
             if (reason := text_fault(name, one)) is not None:
                 return [], reason
         parts.append(several)
-    if columns.kind == LABELLED:
+    if columns.kind in (LABELLED, CLASSED):
         label, reason = _class(values.get(columns.label or ""), columns.label)
-        return ([((parts[0][0],), label)], None) if reason is None else ([], reason)
+        return ([(tuple(part[0] for part in parts), label)], None) if reason is None else ([], reason)
     if columns.kind == SCORED:
         return _scored(parts[0][0], parts[1], values.get(columns.label or ""), columns)
     negatives = [text for part in parts[2:] for text in part]

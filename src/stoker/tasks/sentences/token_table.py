@@ -45,8 +45,8 @@ class TokenTable:
         rows: dict[tuple[str, Any], int] = {}
         for prompt, text in texts:
             rows.setdefault((prompt or "", text), len(rows))
-        prompts = list(dict.fromkeys(prompt for prompt, _ in rows))
-        samples = {prompt: model.preprocess(["a text"], prompt=prompt or None) for prompt in prompts}
+        one_each = dict(rows.keys())  # of each prompt one text
+        samples = {prompt: model.preprocess([text], prompt=prompt or None) for prompt, text in one_each.items()}
         found, _ = cached("sentences", _key(model, rows), lambda: _tokenize(model, rows), fresh=fresh)
         sample: dict[str, Any] = next(iter(samples.values()), {})
         tokenizer = model.tokenizer
@@ -61,11 +61,12 @@ class TokenTable:
             prompt_lengths={prompt: one["prompt_length"] for prompt, one in samples.items() if "prompt_length" in one},
         )
 
-    def __call__(self, inputs: Sequence[Any], prompt: str | None = None, task: str | None = None) -> dict[str, Any]:
+    def __call__(self, inputs: Sequence[Any], prompt: str | None = None, **more: Any) -> dict[str, Any]:
         """The features of a batch of texts; those that the table does not have are tokenized."""
         numbers = [self.rows.get((prompt or "", _hashable(text))) for text in inputs]
-        if self.collator is None or task is not None or None in numbers or not numbers:
-            return self.preprocess(inputs, prompt=prompt, task=task)
+        others = any(value is not None for value in more.values())
+        if self.collator is None or others or None in numbers or not numbers:
+            return self.preprocess(inputs, prompt=prompt, **more)
         items: list[dict[str, Any]] = [{"input_ids": self.ids[number]} for number in numbers if number is not None]
         if self.types is not None:
             for item, number in zip(items, numbers, strict=True):

@@ -1,0 +1,200 @@
+"""`stoker train rerank`: trains a cross-encoder, which reads two texts together, on scores, classes, pairs or triplets.
+
+sentence-transformers' trainer, losses and evaluators do the work, on rows that are checked and tokenized here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import UserError
+from stoker.tasks import training_run
+from stoker.tasks.classify.data import label_order
+from stoker.tasks.rerank.evaluators import RerankEvaluation, Sample, make_evaluation
+from stoker.tasks.rerank.features import LOSS_OF_KIND, LOSSES, label_scale, make_datasets
+from stoker.tasks.sentences import sentence_run
+from stoker.tasks.sentences.losses import Loss, loss_settings
+from stoker.tasks.sentences.report_examples import Examples, FirstTexts, PairScores, spread
+from stoker.tasks.sentences.st_models import load_cross_encoder, load_sentence_transformer, set_row_length
+from stoker.tasks.sentences.text_options import TextOptions, read_corpus, read_split
+from stoker.tasks.sentences.text_rows import CLASSED, LABELLED, SCORED, TextRows
+from stoker.whole_files import write_text
+
+# No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
+
+__all__ = ["RerankOptions", "arguments_of", "main"]
+
+_RANDOM_NEGATIVES = 4
+"""sentence-transformers' default number of documents of other rows that MultipleNegativesRankingLoss adds."""
+_QUERIES, _PAIRS = 16, 100
+"""How much is scored for the examples of the report."""
+
+
+@dataclass
+class RerankOptions(TextOptions):
+    """What is trained on."""
+
+    mining_model: str | None = field(
+        default=None,
+        metadata={"help": "The embedding model that searches for --mine_negatives: a folder, or a name on the hub."},
+    )
+
+
+def arguments_of(argv: Sequence[str]) -> Any:
+    """The class of the training arguments."""
+    from stoker.tasks.sentences.st_trainers import RerankArguments
+
+    return RerankArguments
+
+
+def main(argv: list[str]) -> int:
+    job = training_run.begin("rerank", argv, RerankOptions, arguments_of(argv))
+    args, options = job.args, job.data
+    from transformers import set_seed
+
+    sentence_run.set_defaults(job)
+    if options.mine_negatives and not options.mining_model:
+        raise UserError("--mine_negatives needs an embedding model that searches; name one with --mining_model")
+    set_seed(args.seed)
+    rows = _read(job)
+    corpus = read_corpus(job)
+    loss = sentence_run.choose_loss(job, rows["train"], LOSSES, LOSS_OF_KIND) if "train" in rows else None
+    classes = _classes(rows)
+    model = load_cross_encoder(job.model, max(len(classes), 1))
+    set_row_length(model, options.max_seq_length)
+    evaluation = _evaluation(job, rows["validation"], corpus, classes) if "validation" in rows else None
+    if loss is not None and options.mine_negatives:
+        searcher = load_sentence_transformer(job.model, options.mining_model, "--mining_model")
+        rows["train"] = sentence_run.add_negatives(job, rows["train"], searcher, corpus)
+    trainer = _trainer(job, model, rows, loss, classes, evaluation)
+    examples = _examples(rows.get("validation"), evaluation) if options.samples and loss is not None else None
+    metrics: dict[str, Any] = {}
+    if loss is not None:
+        sentence_run.measure_before(job, model, examples)
+        sentence_run.train(job, trainer, loss, rows["train"].kind, LOSSES)
+    if evaluation is not None and args.do_eval:
+        metrics = sentence_run.evaluate(job, trainer, evaluation.metrics, len(rows["validation"]))
+    sentence_run.write_examples(job, trainer, examples)
+    if args.do_predict and args.should_save:
+        _predict(job, trainer.model, rows["test"], classes)
+    training_run.finish(job, trainer, metrics)
+    return 0
+
+
+def _read(job: training_run.Job) -> dict[str, TextRows]:
+    """The rows of each split. Labels are classes if they are words, or if the loss is that of classes."""
+    asked = (job.data.loss or "").lower().removesuffix("loss")
+    classes = True if asked == "crossentropy" else None
+    rows = {split: read_split(job, split, classes=classes) for split in training_run.wanted_splits(job.args)}
+    for split, one in rows.items():
+        if one.kind == LABELLED:
+            raise UserError(
+                f"the {split} data has {one.kind} ({', '.join(one.columns.names)}), and a reranker reads two texts; name both "
+                "with --text_column_names, or use `stoker train classify`"
+            )
+    return rows
+
+
+def _classes(rows: dict[str, TextRows]) -> tuple[str, ...]:
+    """The classes in order; empty if there are none."""
+    labels = [label for one in rows.values() if one.kind == CLASSED for label in one.labels]
+    names = tuple(sorted({*labels}, key=label_order))
+    if len(names) == 1:
+        raise UserError(f"the pairs have one class ({names[0]}); training needs two or more")
+    mixed = {one.kind for split, one in rows.items() if split != "test"}
+    if CLASSED in mixed and len(mixed) > 1:
+        raise UserError(f"the training data and the validation data differ in kind: {' and '.join(sorted(mixed))}")
+    return names
+
+
+def _evaluation(
+    job: training_run.Job, rows: TextRows, corpus: Sequence[str], classes: Sequence[str]
+) -> RerankEvaluation:
+    evaluation = make_evaluation(rows, corpus, classes, batch_size=max(32, job.args.per_device_eval_batch_size))
+    sentence_run.prepare_evaluation(job, evaluation.metrics)
+    return evaluation
+
+
+def _trainer(
+    job: training_run.Job, model: Any, rows: dict[str, TextRows], loss: Loss | None, classes: Sequence[str],
+    evaluation: RerankEvaluation | None,
+) -> Any:  # fmt: skip
+    import torch
+    from sentence_transformers.cross_encoder import losses
+    from sentence_transformers.cross_encoder.data_collator import CrossEncoderDataCollator
+
+    from stoker.tasks.sentences.st_trainers import RerankTrainer
+
+    made: Any = None
+    sets: dict[str, Any] = {}
+    if loss is not None:
+        # MSELoss compares logits with the scores; through the sigmoid, predictions are what was trained.
+        more = {"activation_fn": torch.nn.Sigmoid()} if loss.name == "MSELoss" else {}
+        made = sentence_run.build_loss(job, losses, loss, model, **more)
+        used = {split: one for split, one in rows.items() if one.kind in loss.kinds and split != "test"}
+        scale = label_scale(loss, rows["train"])
+        if scale > 1:
+            job.print(f"scores are divided by {scale:g}, because {loss.name} needs shares of 1")
+        settings = loss_settings(job.data.loss_kwargs)
+        drawn = int(settings.get("num_negatives") or _RANDOM_NEGATIVES) if loss.in_batch else 0
+        sets, table = make_datasets(
+            used, model, loss, classes, scale=scale, random_negatives=drawn, fresh=job.data.overwrite_cache
+        )
+        model.preprocess = table  # losses tokenize the pairs of a batch through it
+    trainer = training_run.make_trainer(
+        job, RerankTrainer, model, model.tokenizer, sets, loss=made,
+        data_collator=CrossEncoderDataCollator(preprocess_fn=model.preprocess),
+        evaluator=evaluation.evaluator if evaluation else None,
+    )  # fmt: skip
+    if classes:
+        model.config.id2label = dict(enumerate(classes))
+        model.config.label2id = {name: number for number, name in enumerate(classes)}
+    return trainer
+
+
+def _examples(rows: TextRows | None, evaluation: RerankEvaluation | None) -> Examples | None:
+    """What the model puts first, or how it scores pairs, in the validation data."""
+    if rows is None or evaluation is None:
+        return None
+    if evaluation.samples:
+        chosen = [evaluation.samples[n] for n in spread(len(evaluation.samples), _QUERIES)]
+        return _first_documents(chosen)
+    if rows.kind != SCORED:
+        return None
+    numbers = spread(len(rows), _PAIRS)
+    expected = np.array([rows.labels[n] for n in numbers])
+    return PairScores("Scores of pairs", [rows.texts[n] for n in numbers], expected, "score", _scores)
+
+
+def _first_documents(samples: Sequence[Sample]) -> Examples:
+    candidates = list(dict.fromkeys(text for one in samples for text in [*one.positive, *one.negative]))
+    place = {text: n for n, text in enumerate(candidates)}
+    allowed = [[place[text] for text in dict.fromkeys([*one.positive, *one.negative])] for one in samples]
+    pairs = [(one.query, candidates[n]) for one, own in zip(samples, allowed, strict=True) for n in own]
+    ends = np.cumsum([len(own) for own in allowed])[:-1]
+    return FirstTexts(
+        "The document that comes first", [one.query for one in samples], candidates, allowed,
+        right=[{place[text] for text in one.positive} for one in samples],
+        expected=[one.positive[0] for one in samples],
+        scores=lambda model: np.split(_scores(model, pairs), ends),
+    )  # fmt: skip
+
+
+def _scores(model: Any, pairs: Sequence[tuple[str, ...]]) -> NDArray[Any]:
+    found: NDArray[Any] = model.predict([list(pair) for pair in pairs], show_progress_bar=False, convert_to_numpy=True)
+    return found
+
+
+def _predict(job: training_run.Job, model: Any, rows: TextRows, classes: Sequence[str]) -> None:
+    """Scores the pairs of the test file; of triplets, the second text."""
+    found = _scores(model, [row[:2] for row in rows.texts])
+    lines = ["index\tprediction"]
+    for number, score in enumerate(found):
+        lines.append(f"{number}\t{classes[int(score.argmax())] if classes else f'{float(score):.4f}'}")
+    path = Path(job.args.output_dir) / "predict_results.txt"
+    write_text(path, "\n".join(lines) + "\n")
+    job.print(f"{len(rows):,} predictions in {path}")
