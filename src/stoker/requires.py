@@ -228,7 +228,7 @@ PARTS: dict[str, Part] = {
         ),
     ),
     "sentence-transformers trainers": Part(
-        "`stoker train embed` cannot train",
+        "`stoker train embed` and `stoker train rerank` cannot train",
         ("sentence_transformers:SentenceTransformerTrainer.add_model_card_callback(default_args_dict)",),
     ),
     "TrainingArguments": Part(

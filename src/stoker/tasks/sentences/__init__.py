@@ -1,1 +1,1 @@
-"""What `stoker train embed`, `rerank` and `fewshot` share: rows of texts, sentence-transformers' models and trainers."""
+"""What `stoker train embed` and `rerank` share: rows of texts, sentence-transformers' models and trainers."""
