@@ -85,6 +85,7 @@ PARTS: dict[str, Part] = {
             "torch._C:_len_torch_dispatch_stack",
             "torch.autograd.forward_ad:_current_level",
             "torch.fx._symbolic_trace:_is_fx_tracing_flag",
+            "torch.utils.weak:TensorWeakRef",
             # Not __init__, which torch.compile wraps.
             "torch.nn:Module.named_modules{_modules}",
             "torch.nn:Module.register_parameter{_parameters}",

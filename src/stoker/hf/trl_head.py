@@ -69,11 +69,13 @@ def _log_probs(
     scale: float,
     outputs: tuple[str, ...],
 ) -> tuple[Tensor | None, ...]:
+    from stoker.kernels.embedding import shares_gradient
     from stoker.kernels.loss import linear_log_probs
 
     if torch.is_autocast_enabled("cpu"):
         hidden = hidden.to(torch.get_autocast_dtype("cpu"))
     log_probs, entropy, top = linear_log_probs(hidden, weight, bias, targets, softcap=softcap, scale=scale)
+    shares_gradient(log_probs, weight)
     return log_probs, entropy if "entropy" in outputs else None, None, None, top if "is_top1" in outputs else None
 
 

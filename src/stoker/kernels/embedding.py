@@ -5,22 +5,29 @@
 
 Saved for backward: the ids, the tables themselves, mean and 1/sqrt(...) of each row, the dropout key; z is looked up again.
 The gradient of a table is dense, as torch's is. Each of its rows is the sum over the tokens that used it, in their order
-and in chunks of fixed size, so it does not depend on the number of threads.
+and in chunks of fixed size, so it does not depend on the number of threads. Where a head has the same weights, the rows are
+added to the head's gradient (`shares_gradient`).
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from stoker.kernels import native
 from stoker.kernels.dropout import check_probability
-from stoker.kernels.registry import check_device, check_tensor, define, draw_key, key_value
+from stoker.kernels.registry import check_device, check_tensor, define, draw_key, key_value, plain
 
-__all__ = ["embedding", "embedding_layer_norm_dropout"]
+__all__ = ["embedding", "embedding_layer_norm_dropout", "shares_gradient"]
+
+_shared: _Shared | None = None
+"""The dense gradient that `shares_gradient` has seen last."""
 
 
 def embedding(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -28,6 +35,47 @@ def embedding(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> Ten
     check_device("embedding", ids=ids, table=table)
     result: Tensor = _embedding(ids, table, _skip("embedding", padding_idx, table))
     return result
+
+
+class _Shared(NamedTuple):
+    """A gradient on its way to a table, which waits for that of a lookup."""
+
+    backward_pass: int
+    table: weakref.ref[Tensor]
+    gradient: TensorWeakRef
+    """None once autograd has replaced it, because another gradient was added to it."""
+
+
+def shares_gradient(result: Tensor, table: Tensor) -> None:
+    """Lets a lookup of `table` add its gradient to the dense one that the backward pass of `result` gives the same table.
+
+    `result` is that of a head whose weight is the table. Autograd would allocate a second gradient as large as the table and
+    add the two. This applies to `embedding` with a table in fp32.
+    """
+    node = result.grad_fn
+    if node is not None and table.requires_grad:
+        places = [at for at, (to, _) in enumerate(node.next_functions) if getattr(to, "variable", None) is table]
+        if len(places) == 1:
+            node.register_hook(functools.partial(_gradient_arrived, weakref.ref(table), places[0]))
+
+
+def _gradient_arrived(table: weakref.ref[Tensor], place: int, gradients: Any, _: Any) -> None:
+    global _shared
+    gradient = gradients[place]
+    _shared = None if gradient is None else _Shared(torch._C._current_graph_task_id(), table, TensorWeakRef(gradient))
+
+
+def _gradient_on_its_way(table: Tensor) -> Tensor | None:
+    """The gradient that waits for that of a lookup of this table in the backward pass that is running."""
+    shared = _shared  # another thread may replace it
+    if shared is None or shared.backward_pass != torch._C._current_graph_task_id():
+        return None
+    gradient: Tensor | None = shared.gradient()
+    owner = shared.table()
+    if gradient is None or owner is None or owner.data_ptr() != table.data_ptr():
+        return None
+    same = gradient.shape == table.shape and gradient.dtype == table.dtype == torch.float32
+    return gradient if same and not torch.is_grad_enabled() else None
 
 
 def embedding_layer_norm_dropout(
@@ -130,9 +178,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(ids, table)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
     ids, table = ctx.saved_tensors
+    if plain((dy, ids, table)) and (gradient := _gradient_on_its_way(table)) is not None:
+        _add_rows(gradient, dy, ids, ctx.skip)
+        return None, None, None
     return None, _embedding_backward(dy, ids, table, ctx.skip), None
+
+
+def _add_rows(gradient: Tensor, dy: Tensor, ids: Tensor, skip: int) -> None:
+    ids, rows = ids.reshape(-1).to(torch.int64), dy.reshape(-1, gradient.shape[1]).to(gradient.dtype)
+    if skip >= 0:
+        kept = (ids != skip).nonzero().squeeze(1)
+        ids, rows = ids.index_select(0, kept), rows.index_select(0, kept)
+    gradient.index_add_(0, ids, rows)
 
 
 def _backward_kernel(dy: Tensor, ids: Tensor, table: Tensor, skip: int) -> Tensor:

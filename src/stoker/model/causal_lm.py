@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.embedding import shares_gradient
 from stoker.kernels.frozen_parameter import stored_values
 from stoker.kernels.loss import linear_cross_entropy
 from stoker.kernels.tracing import stock_wanted
@@ -57,7 +58,7 @@ class CausalLMModel(Optimized):
 
         def loss(labels: Tensor, ignored: int, items: Tensor | int | None, smoothing: float = 0.0) -> Tensor:
             labels = _shifted(labels, ignored, call.get("attention_mask"), shifted, self)
-            return linear_cross_entropy(
+            result = linear_cross_entropy(
                 hidden.to(precision.activations(self.stoker_settings.dtype, hidden.dtype)),
                 stored_values(head.weight),
                 head.bias,
@@ -68,6 +69,8 @@ class CausalLMModel(Optimized):
                 label_smoothing=smoothing,
                 divisor=items,
             )
+            shares_gradient(result, head.weight)  # with the input embeddings, if they are tied
+            return result
 
         return lazy_output(
             _output_class(type(self)),
