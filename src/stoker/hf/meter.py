@@ -22,7 +22,7 @@ from stoker.machine.measure import remeasure
 from stoker.machine.rates import Rates, known
 from stoker.model.sequences import Positions
 
-__all__ = ["Meter", "Work", "training_flops"]
+__all__ = ["Meter", "Work", "causal_head", "linear_layers", "peak", "products", "training_flops"]
 
 log = logging.getLogger("stoker")
 
@@ -43,9 +43,9 @@ class Work:
 
     @classmethod
     def of(cls, model: nn.Module) -> Work:
-        head = _causal_head(model)
+        head = causal_head(model)
         labelled = _masked_head(model) if head is None else [head]
-        linear = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m not in labelled]
+        linear = [layer for _, layer in linear_layers(model) if layer not in labelled]
         config = _config_of(model)
         layers = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", None) or 0
         width = getattr(config, "hidden_size", None) or getattr(config, "dim", None) or 0
@@ -53,19 +53,24 @@ class Work:
             width = size * config.num_attention_heads
         # Scores and weighted sum take 2 x 2 x width per pair forward, twice that backward; a causal model needs half the pairs.
         pair = 12.0 * layers * width * (1.0 if head is None else 0.5)
-        return cls(sum(map(_products, linear)), pair, sum(map(_products, labelled)))
+        return cls(sum(map(products, linear)), pair, sum(map(products, labelled)))
 
 
-def _products(module: Any) -> float:
+def products(module: Any) -> float:
     """Operations of a linear layer per token. A frozen weight, as in LoRA, needs no gradient of its own."""
     return (6.0 if module.weight.requires_grad else 4.0) * float(module.weight.numel())
 
 
-def _causal_head(model: nn.Module) -> Any:
+def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers whose products are counted, with their names; adapters are among them."""
+    return [(name, one) for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D))]
+
+
+def causal_head(model: nn.Module) -> Any:
     """The head of a causal language model; None for other models."""
     for module in model.modules():
-        if type(module).__name__.endswith("ForCausalLM") and hasattr(module, "lm_head"):
-            return module.lm_head
+        if type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+            return module.get_output_embeddings()  # type: ignore[operator]
     return None
 
 
@@ -118,8 +123,8 @@ def _labelled(inputs: Mapping[str, Any]) -> int:
 
 
 def training_flops(work: Work, lengths: torch.Tensor, labelled: int = 0) -> float:
-    products = work.per_token * float(lengths.sum()) + work.per_label * labelled
-    return products + work.per_pair * float((lengths.double() ** 2).sum())
+    linear = work.per_token * float(lengths.sum()) + work.per_label * labelled
+    return linear + work.per_pair * float((lengths.double() ** 2).sum())
 
 
 @dataclass
@@ -145,7 +150,7 @@ class Meter:
     @classmethod
     def of(cls, model: nn.Module, *, bf16: bool) -> Meter:
         rates = known(this_machine())
-        return cls(Work.of(model), _peak(rates, bf16) if rates else None, bf16=bf16)
+        return cls(Work.of(model), peak(rates, bf16) if rates else None, bf16=bf16)
 
     def batch(self, inputs: Mapping[str, Any]) -> None:
         """Counts a batch that is about to be computed."""
@@ -213,7 +218,8 @@ class Meter:
         return figures
 
 
-def _peak(rates: Rates, bf16: bool) -> float:
+def peak(rates: Rates, bf16: bool) -> float:
+    """Operations per second that this process can reach."""
     # Without bf16 units bf16 is computed as fp32, so the faster of the two is what could be reached.
     best = 1e9 * (max(rates.bf16_all, rates.fp32_all) if bf16 else rates.fp32_all)
     # Measured with all cores; a process with fewer gets its share.
@@ -228,4 +234,4 @@ def _peak_now(bf16: bool) -> float | None:
         return None
     # Without bf16 units the peak is that of fp32 products.
     units = bf16 and rates.fastest_dtype == "bf16"
-    return _peak(remeasure(machine, rates, clock=clock_ghz, bf16=units), bf16)
+    return peak(remeasure(machine, rates, clock=clock_ghz, bf16=units), bf16)

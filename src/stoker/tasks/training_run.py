@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from stoker.hf.arguments import TrainingArguments
 from stoker.hf.batches import lengths_of
 from stoker.hf.checkpointing import lock
 from stoker.hf.checkpointing.restart import Start
+from stoker.hf.measured_rates import machine_rates
 from stoker.hf.secrets import without_secrets
 from stoker.hf.trainer import Trainer
-from stoker.machine.rates import Rates
 from stoker.tasks import memory_estimate, recipe
 from stoker.tasks.collate import Collator
 from stoker.tasks.display import use_display
@@ -189,7 +189,7 @@ def make_trainer(
         )  # fmt: skip
     except (ValueError, ImportError) as error:  # raised for options that contradict each other
         raise UserError(f"stoker train {job.task}: {one_line(error)}") from None
-    use_display(trainer)
+    use_display(trainer, job.console.file)
     if not given("logging_steps", job.argv) and args.do_train:
         rows_per_step = args.train_batch_size * args.gradient_accumulation_steps
         steps = (
@@ -197,21 +197,6 @@ def make_trainer(
         )
         args.logging_steps = max(int(steps / 100), 1)
     return trainer
-
-
-def machine_rates(log_line: Callable[[str], None]) -> Rates:
-    """The machine's rates: measured once, then checked for half a second in every run."""
-    from stoker.kernels.clock import clock_ghz
-    from stoker.machine import rates, this_machine
-    from stoker.machine.measure import measure_rates, remeasure
-
-    machine = this_machine()
-    if (known := rates.known(machine)) is not None:
-        return remeasure(machine, known, clock=clock_ghz)
-    log_line("measuring this machine's peak rates (once, 6 seconds)")
-    found = measure_rates(machine, clock=clock_ghz)
-    rates.save(machine, found)
-    return found
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -24,13 +24,13 @@ from stoker.tasks.sft.chat_template import ensure_template
 from stoker.tasks.sft.data import Chat, Example, Format, Pair, Plain, collect, read_examples
 from stoker.tasks.sft.features import IGNORED, Encoder, make_pairs, make_rows
 from stoker.tasks.sft.language_model import LanguageModel, load_for_training, lora_config, save_merged
-from stoker.tasks.sft.samples import answers, choose_samples, sample_rows
+from stoker.tasks.sft.samples import Samples, choose_samples
 from stoker.tasks.sft.training_time import estimate_seconds, rounded_duration
 from stoker.tasks.training_options import DataOptions, check_best, given
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
-__all__ = ["SftOptions", "arguments_of", "main"]
+__all__ = ["SftOptions", "arguments_of", "begin", "load", "main", "run"]
 
 _RATES = {(False, False): 2e-4, (True, False): 2e-5, (False, True): 1e-5, (True, True): 1e-6}
 """Default learning rates for (--full, --dpo): TRL's for full training, ten times as much for LoRA, as TRL advises."""
@@ -84,29 +84,43 @@ def arguments_of(argv: Sequence[str]) -> Any:
 
 
 def main(argv: list[str]) -> int:
+    job = begin(argv)
+    return run(job, load(job))
+
+
+def begin(argv: list[str]) -> training_run.Job:
     job = training_run.begin("sft", argv, SftOptions, arguments_of(argv))
-    args, options = job.args, job.data
+    _check(job)
+    return job
+
+
+def load(job: training_run.Job) -> LanguageModel:
     from transformers import set_seed
 
-    _check(job)
-    set_seed(args.seed)
-    found = load_for_training(job.model, options.frozen_weights)
+    set_seed(job.args.seed)
+    return load_for_training(job.model, job.data.frozen_weights)
+
+
+def run(job: training_run.Job, found: LanguageModel, exam: Samples | None = None, **facts: Any) -> int:
+    """Trains and writes the result. `exam` replaces the samples of --samples; `facts` are added to the run's log."""
+    args, options = job.args, job.data
     args.max_length = _row_length(args.max_length, found)
     raw = {split: _read(job, split) for split in training_run.wanted_splits(args)}
     chats = _prepare_template(job, raw, found.tokenizer)
     encoder = _encoder(job, raw["train"][0], found.tokenizer, chats)
     sets = {split: _dataset(job, encoder, *one) for split, one in raw.items()}
-    examples = raw.get("validation", raw["train"])[1]
-    samples = choose_samples(examples, found.tokenizer, options.samples) if args.should_save else []
+    if exam is None:
+        exam = Samples(choose_samples(raw.get("validation", raw["train"])[1], found.tokenizer, options.samples))
     trainer = _trainer(job, found, sets)
-    before = _answers(job, trainer, samples)
-    _say_how_long(job, trainer, encoder)
-    training_run.train(job, trainer, format=raw["train"][0].name)
+    before = _ask(job, trainer, exam)
+    _say_how_long(job, trainer)
+    training_run.train(job, trainer, **{"format": raw["train"][0].name, **facts})
     metrics = _evaluate(job, trainer, sets) if args.do_eval else {}
-    if samples:
+    if exam.samples and args.should_save:
         restore_classes(trainer.model)  # generation runs as stock does, and would say so
-        after = _answers(job, trainer, samples)
-        trainer.recorder.write("examples", rows=sample_rows(samples, before, after))
+        after = _ask(job, trainer, exam)
+        _log_answers(trainer, exam, before, after)
+        metrics = {**metrics, **after}
     if options.merge and args.should_save:
         save_merged(trainer.model, found.tokenizer, Path(args.output_dir) / "merged")
         job.print(f"merged model in {Path(args.output_dir) / 'merged'}")
@@ -258,30 +272,37 @@ def _trainer(job: training_run.Job, found: LanguageModel, sets: dict[str, Any]) 
     return trainer
 
 
-def _answers(job: training_run.Job, trainer: Any, samples: Sequence[Any]) -> list[str]:
-    if not samples:
-        return []
-    job.print(f"generating {counted(len(samples), 'sample answer')} for the report (--samples 0 leaves them out)")
-    return answers(trainer.model, trainer.processing_class, samples)
+def _ask(job: training_run.Job, trainer: Any, exam: Samples) -> dict[str, float]:
+    if not exam.samples or not job.args.should_save:
+        return {}
+    job.print(f"generating {counted(len(exam.samples), 'sample answer')} {exam.purpose}")
+    return exam.ask(trainer.model, trainer.processing_class)
 
 
-def _say_how_long(job: training_run.Job, trainer: Any, encoder: Encoder) -> None:
+def _log_answers(trainer: Any, exam: Samples, before: dict[str, float], after: dict[str, float]) -> None:
+    for step, scores in ((0, before), (trainer.state.global_step, after)):
+        if scores:
+            trainer.recorder.write("evaluation", step=step, **scores)
+    trainer.recorder.write("examples", rows=exam.rows())
+
+
+def _say_how_long(job: training_run.Job, trainer: Any) -> None:
     from stoker.hf.batches import lengths_of
-    from stoker.hf.meter import Work
+    from stoker.hf.step_cost import Speed, StepCost
     from stoker.machine import rates, this_machine
 
     known = rates.known(this_machine())
     if known is None:
         return
     args, rows = job.args, trainer.train_dataset
-    labelled = 1.0
-    if not job.data.dpo:
+    labelled, cost = 1.0, StepCost.of(trainer.model)
+    if job.data.dpo:  # TRL also computes what the model said before training
+        cost = cost.with_forward()
+    else:
         labels = rows[: min(len(rows), 1000)]["labels"]
         labelled = float(np.mean(np.concatenate([np.asarray(one) for one in labels]) != IGNORED))
-    work = Work.of(trainer.model)
-    if job.data.dpo:  # TRL also computes what the model said before training
-        work = dataclasses.replace(work, per_token=work.per_token * 1.5, per_pair=work.per_pair * 1.5)
-    seconds = estimate_seconds(work, known, lengths_of(rows, args.length_column_name), labelled, args)
+    lengths = lengths_of(rows, args.length_column_name)
+    seconds = estimate_seconds(cost, Speed.of(known, bf16=args.bf16), lengths, labelled, args)
     job.print(f"estimated time of training on this machine: {rounded_duration(seconds)}")
 
 

@@ -26,7 +26,9 @@ from stoker.tasks.loading import (
     tokenizer_of,
 )
 
-__all__ = ["LanguageModel", "gguf_file", "load_for_chat", "load_for_training", "lora_config", "save_merged"]
+__all__ = [
+    "LanguageModel", "empty_with_adapters", "gguf_file", "load_for_chat", "load_for_training", "lora_config", "save_merged",
+]  # fmt: skip
 
 ADAPTER = "adapter_config.json"
 
@@ -212,6 +214,16 @@ def lora_config(options: Any) -> Any:
         lora_dropout=options.lora_dropout,
         target_modules=targets,
     )
+
+
+def empty_with_adapters(config: Any, options: Any) -> Any:
+    """A model with adapters on the meta device, from which the cost of its training can be computed without memory."""
+    import torch
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return get_peft_model(AutoModelForCausalLM.from_config(config), lora_config(options))
 
 
 def save_merged(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -1,10 +1,10 @@
-"""Greedy answers of a model to a few prompts, before and after training, for the report."""
+"""Greedy answers of a model to prompts, before and after training, for the report."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ from stoker.hf.checkpointing import random_state
 from stoker.tasks.sft.chat_template import render
 from stoker.tasks.sft.data import Chat, Example, Pair
 
-__all__ = ["Sample", "answer", "choose_samples", "sample_rows"]
+__all__ = ["Sample", "Samples", "answer", "answers", "choose_samples"]
 
 log = logging.getLogger("stoker")
 
 _TOKENS = 64
 """Of each answer in the report; longer ones say little more, and the answers before training delay its start."""
 _PROMPT_TOKENS = 512
+_AT_ONCE = 20
+"""Prompts that are answered together. The weights are read from memory once for all of them."""
 
 
 @dataclass(frozen=True)
@@ -67,28 +69,46 @@ def _sample(example: Example, tokenizer: Any) -> Sample | None:
 def answer(model: Any, tokenizer: Any, prompt: str, *, special: bool, streamer: Any = None, **options: Any) -> str:
     """The text that the model generates after `prompt`."""
     inputs = tokenizer(prompt, add_special_tokens=special, return_tensors="pt", return_token_type_ids=False)
+    return _generate(model, tokenizer, inputs, streamer=streamer, **options)[0]
+
+
+def _generate(model: Any, tokenizer: Any, inputs: Any, **options: Any) -> list[str]:
     stops = model.generation_config.eos_token_id
     stops = {*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id} - {None}
     stop: dict[str, Any] = {"eos_token_id": sorted(stops)} if stops else {}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with torch.no_grad():
-        ids = model.generate(**inputs, streamer=streamer, pad_token_id=pad, **stop, **options)
-    text: str = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return text
+        ids = model.generate(**inputs, pad_token_id=pad, **stop, **options)
+    texts: list[str] = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts
 
 
-def answers(model: Any, tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
-    """Greedy answers, without changing the random numbers of training."""
+def answers(
+    model: Any, tokenizer: Any, samples: Sequence[Sample], *, max_new_tokens: int = _TOKENS,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[str]:  # fmt: skip
+    """Greedy answers, several prompts of similar length at a time, without changing the random numbers of training."""
     training = model.training
     model.eval()
+    order = sorted(range(len(samples)), key=lambda n: len(samples[n].prompt))
+    # A tokenizer without a padding token takes one prompt at a time; those of a training have one.
+    size = _AT_ONCE if tokenizer.pad_token_id is not None else 1
+    found: dict[int, str] = {}
     try:
         with random_state.preserved():
-            return [
-                answer(model, tokenizer, one.prompt, special=one.special, max_new_tokens=_TOKENS, **greedy())
-                for one in samples
-            ]
+            for special in (False, True):
+                kind = [n for n in order if samples[n].special is special]
+                for part in (kind[n : n + size] for n in range(0, len(kind), size)):
+                    inputs = tokenizer(
+                        [samples[n].prompt for n in part], add_special_tokens=special, return_tensors="pt",
+                        return_token_type_ids=False, padding=size > 1, padding_side="left",
+                    )  # fmt: skip
+                    texts = _generate(model, tokenizer, inputs, max_new_tokens=max_new_tokens, **greedy())
+                    found.update(zip(part, texts, strict=True))
+                    progress(len(found))
     finally:
         model.train(training)
+    return [found[n] for n in range(len(samples))]
 
 
 def greedy() -> dict[str, Any]:
@@ -96,9 +116,32 @@ def greedy() -> dict[str, Any]:
     return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
-def sample_rows(samples: Sequence[Sample], before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of the run log's `examples` entry."""
-    return [
-        {"question": one.shown[:1500], "before": old.strip(), "answer": new.strip(), "expected": [one.expected[:1500]]}
-        for one, old, new in zip(samples, before, after, strict=True)
-    ]
+@dataclass
+class Samples:
+    """Prompts that are answered before and after training; both answers are shown in the report."""
+
+    samples: Sequence[Sample]
+    answered: list[list[str]] = field(default_factory=list)
+    """The answers of each time."""
+
+    @property
+    def purpose(self) -> str:
+        return "for the report (--samples 0 leaves them out)"
+
+    def ask(self, model: Any, tokenizer: Any) -> dict[str, float]:
+        """Asks all of them once; returns scores, of which plain samples have none."""
+        self.answered.append(answers(model, tokenizer, self.samples))
+        return {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the run log's `examples` entry."""
+        before, after = self.answered[0], self.answered[-1]
+        return [
+            {
+                "question": one.shown[:1500],
+                "before": old.strip(),
+                "answer": new.strip(),
+                "expected": [one.expected[:1500]],
+            }
+            for one, old, new in zip(self.samples, before, after, strict=True)
+        ]

@@ -1,39 +1,43 @@
-"""Estimates how long a training will take, from its arithmetic and the machine's measured rate."""
+"""Estimates how long a training will take, from its rows, its cost (`stoker.hf.step_cost`) and the machine's measured rates."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from stoker.english import counted
-from stoker.hf.meter import Work
-from stoker.machine.rates import Rates
+from stoker.hf.step_cost import Rows, Speed, StepCost
 
-__all__ = ["estimate_seconds", "rounded_duration"]
-
-_SHARE = 0.5
-"""Of the machine's peak that a training reaches, everything beside the products included."""
+__all__ = ["all_rows", "estimate_seconds", "rounded_duration"]
 
 
-def estimate_seconds(work: Work, rates: Rates, lengths: Any, labelled: float, args: Any) -> float:
-    """Seconds for all steps of all processes, each with its share of the cores, or with a machine of its own.
+def estimate_seconds(cost: StepCost, speed: Speed, lengths: Any, labelled: float, args: Any) -> float:
+    """Seconds of training. Each process computes its share of the rows at `speed`, that of its share of the cores.
 
     `lengths` are the tokens of each row, `labelled` is the share of them that is trained on.
     """
-    tokens = float(np.sum(lengths))
-    pairs = float(np.sum(np.square(lengths, dtype=np.float64)))
-    flops = work.per_token * tokens + work.per_label * tokens * labelled + work.per_pair * pairs
-    epochs = args.num_train_epochs
+    if args.gradient_checkpointing:
+        cost = cost.with_forward()
+    return cost.seconds(all_rows(lengths, labelled, args), speed)
+
+
+def all_rows(lengths: Any, labelled: float, args: Any) -> Rows:
+    """What one process computes in the whole training."""
+    epoch = Rows.of(lengths, labelled)
+    if args.tokens_per_batch:
+        per_epoch = epoch.tokens / (args.tokens_per_batch * args.world_size)
+    else:
+        per_epoch = len(lengths) / (args.train_batch_size * args.world_size)
+    batches = args.num_train_epochs * per_epoch
     if args.max_steps > 0:
-        rows = args.max_steps * args.gradient_accumulation_steps * args.train_batch_size * args.world_size
-        epochs = rows / max(len(lengths), 1)
-        if args.tokens_per_batch:
-            epochs = (
-                args.max_steps * args.gradient_accumulation_steps * args.tokens_per_batch * args.world_size / tokens
-            )
-    best = max(rates.bf16_all, rates.fp32_all) if args.bf16 else rates.fp32_all
-    return float(flops * epochs / (1e9 * best * _SHARE))
+        batches = args.max_steps * args.gradient_accumulation_steps
+    share = batches / max(per_epoch, 1e-9) / args.world_size
+    return Rows(
+        tokens=share * epoch.tokens,
+        pairs=share * epoch.pairs,
+        labelled=share * epoch.labelled,
+        batches=batches,
+        updates=batches / args.gradient_accumulation_steps,
+    )
 
 
 def rounded_duration(seconds: float) -> str:
