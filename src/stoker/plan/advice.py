@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from stoker.english import duration
 from stoker.plan.cost_model import Network, Node, Prediction, Setup, predict
 
-__all__ = ["Job", "Row", "plan", "table"]
+__all__ = ["Job", "Row", "cost", "epoch", "machines_table", "plan", "table"]
 
 _LONGEST_LOCAL = 64  # steps between averages; the effect of more on quality has not been measured
 _GOOD, _PLAIN = 0.9, 0.95
@@ -55,9 +55,16 @@ def _row(node: Node, network: Network, count: int, job: Job) -> Row:
         advised = plain
     elif bf16.efficiency >= min(_GOOD, advised.efficiency):
         advised = bf16
-    epoch = math.ceil(job.rows / (job.batch * count)) * advised.step  # the last step may have fewer rows
-    cost = count * epoch / 3600 * job.price if job.price is not None else None
-    return Row(plain, bf16, local, advised, epoch, cost)
+    return Row(plain, bf16, local, advised, epoch(advised.step, job, count), cost(advised.step, job, count))
+
+
+def epoch(step: float, job: Job, nodes: int) -> float:
+    """Seconds per epoch; its last step may have fewer rows."""
+    return math.ceil(job.rows / (job.batch * nodes)) * step
+
+
+def cost(step: float, job: Job, nodes: int) -> float | None:
+    return None if job.price is None else nodes * epoch(step, job, nodes) / 3600 * job.price
 
 
 def _local(node: Node, network: Network, count: int) -> Prediction:
@@ -87,5 +94,22 @@ def table(rows: Sequence[Row], price: bool) -> str:
         cells += [duration(row.epoch), *([f"{row.cost:.2f}"] if row.cost is not None else [])]
         cells.append(row.advised.setup.label if row.advised.nodes > 1 else "")
         lines.append(cells)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return _aligned(lines)
+
+
+def machines_table(nodes: Sequence[Node], job: Job) -> str:
+    """Single machines with different numbers of cores."""
+    lines = [
+        ["cores", "processes", "step", "tokens/s", "memory", "epoch", *(["cost"] if job.price is not None else [])]
+    ]
+    for node in nodes:
+        cells = [str(node.cores), str(node.processes), f"{node.step:.2f} s", f"{node.tokens / node.step:,.0f}"]
+        cells += [f"{node.memory / 1e9:.1f} GB", duration(epoch(node.step, job, 1))]
+        price = cost(node.step, job, 1)
+        lines.append([*cells, *([f"{price:.2f}"] if price is not None else [])])
+    return _aligned(lines)
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)

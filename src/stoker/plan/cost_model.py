@@ -1,10 +1,10 @@
 """How long a step takes on several nodes: one formula and its assumptions. `link_rates` measures its inputs.
 
-A node's step is measured, everything that happens within the node included. Between nodes the gradients (G bytes) are
-reduced in a ring: each sends and receives t = 2 (n-1)/n G bytes, at the network's rate or at the rate the software reaches
-when the network is not the limit, whichever is slower; that is `carry`. Part of it is work for the node's cores (`busy`,
-measured as CPU time per byte) and always adds to the step. The rest is waiting, which overlaps with the backward pass, except for
-what is ready last: the last bucket and the embeddings, whose gradients are complete only at its end.
+A node's step is measured, everything that happens within the node included, or predicted (`predicted_node`). Between nodes
+the gradients (G bytes) are reduced in a ring: each sends and receives t = 2 (n-1)/n G bytes, at the network's rate or at the
+rate the software reaches when the network is not the limit, whichever is slower; that is `carry`. Part of it is work for the
+node's cores (`busy`, measured as CPU time per byte) and always adds to the step. The rest is waiting, which overlaps with the
+backward pass, except for what is ready last: the last bucket and the embeddings, whose gradients are complete only at its end.
 
     step = node + busy + max(last * (carry - busy), carry - busy - backward)
     with local SGD every K steps: step = node + (carry + apply) / K
@@ -14,12 +14,23 @@ It assumes equal nodes, a switched network at full rate, and balanced batches, s
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
 from stoker.errors import UserError
 
-__all__ = ["BACKWARD", "COMPRESSIONS", "Collectives", "Network", "Node", "Prediction", "Setup", "predict"]
+__all__ = [
+    "BACKWARD",
+    "COMPRESSIONS",
+    "NO_COLLECTIVES",
+    "Collectives",
+    "Network",
+    "Node",
+    "Prediction",
+    "Setup",
+    "predict",
+]
 
 BACKWARD = 0.6
 """The backward pass's share of a step: twice the forward pass, with a tenth for the optimizer."""
@@ -75,6 +86,10 @@ class Collectives:
         )
 
 
+NO_COLLECTIVES = Collectives(math.inf, math.inf, 0.0, 0.0, 0.0)
+"""For a single node."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Node:
     """One machine that trains on its share of the batch."""
@@ -83,10 +98,15 @@ class Node:
     """Seconds, including communication between its own processes."""
     processes: int
     parameters: int
+    """That are trained, whose gradients the nodes exchange; with LoRA, those of the adapters."""
     collectives: Collectives
     cores: int = 1
     last: float = 0.2
     """Share of the gradients that is ready only when the backward pass ends: BERT's word embeddings are a fifth."""
+    tokens: float = 0.0
+    """Per step; 0 if it is not known."""
+    memory: float = 0.0
+    """Bytes that its processes need together; 0 if it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

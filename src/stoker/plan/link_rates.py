@@ -25,7 +25,7 @@ from stoker.plan.subject import Subject
 
 __all__ = ["candidates", "measure_collectives", "measure_node", "usable_cores"]
 
-_FORMAT = 2
+_FORMAT = 3
 _LONGEST = 900  # seconds
 Progress = Callable[[str], None]
 
@@ -72,12 +72,13 @@ def measure_node(
             progress("compiling the ccl backend first (once, about a minute)")
         shares = [cpus[rank * each : (rank + 1) * each] for rank in range(processes)]
         found = _run("step", shares, "ccl", subject=asdict(subject), batch=batch, rounds=3)
-        return {**found[0], "step": max(one["step"] for one in found)}
+        together = {name: sum(one[name] for one in found) for name in ("tokens", "memory")}
+        return {**found[0], "step": max(one["step"] for one in found), **together}
 
     found = _cached("step", conditions, measure, fresh)
     return Node(
         step=found["step"], processes=processes, parameters=int(found["parameters"]), last=found["last"],
-        collectives=collectives, cores=len(cpus),
+        collectives=collectives, cores=len(cpus), tokens=found["tokens"], memory=found["memory"],
     )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def _cached(
     )
     file = f"plan-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     kept = None if fresh else cache_directory.load(file)
-    if kept is not None and all(isinstance(value, int | float) and value > 0 for value in kept.values()):
+    if kept is not None and all(isinstance(value, int | float) and value >= 0 for value in kept.values()):
         return {str(k): float(v) for k, v in kept.items()}
     found = measure()
     with contextlib.suppress(OSError):  # it is then measured again next time

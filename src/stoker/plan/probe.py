@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import statistics
 import sys
@@ -73,17 +74,18 @@ def collectives(request: dict[str, Any]) -> dict[str, float]:
 
 
 def steps(request: dict[str, Any]) -> dict[str, float]:
-    """The median step of a model with random weights on rows of random tokens."""
+    """The median step of a model with random weights on rows of random tokens, and the memory at its peak."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     import stoker
     from stoker.hf.ranks import BUCKET_MB
-    from stoker.plan.subject import Subject
+    from stoker.plan.subject import Subject, ready_last
 
     subject = Subject(**request["subject"])
     model = subject.build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     stoker.optimize(model, optimizer, dtype=torch.float32)
     wrapped: Any = model
     if request["size"] > 1:
@@ -94,13 +96,14 @@ def steps(request: dict[str, Any]) -> dict[str, float]:
         inputs = subject.rows(rows, number * request["size"] + request["rank"], model.config)
         begin = time.perf_counter()
         wrapped(**inputs).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         model.zero_grad()
         seconds.append(time.perf_counter() - begin)
-    embedded = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Embedding))
-    parameters = sum(p.numel() for p in model.parameters())
-    return {"step": statistics.median(seconds[1:]), "parameters": parameters, "last": embedded / parameters}
+    return {
+        "step": statistics.median(seconds[1:]), "parameters": sum(one.numel() for one in trained), "last": ready_last(model),
+        "tokens": int(inputs["attention_mask"].sum()), "memory": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
