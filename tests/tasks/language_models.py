@@ -34,23 +34,23 @@ def _backend() -> str:
     return text
 
 
-def tokenizer(template: str | None = CHATML) -> Any:
+def tokenizer(template: str | None = CHATML, longest: int = 256) -> Any:
     from tokenizers import Tokenizer
 
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_backend()), eos_token="<|im_end|>" if template else "<|end|>",
-        pad_token="<pad>", model_max_length=256,
+        pad_token="<pad>", model_max_length=longest,
     )  # fmt: skip
     made.chat_template = template
     return made
 
 
-def save_tiny_llama(folder: Path, template: str | None = CHATML, seed: int = 0) -> Path:
+def save_tiny_llama(folder: Path, template: str | None = CHATML, seed: int = 0, longest: int = 256) -> Path:
     torch.manual_seed(seed)
-    words = tokenizer(template)
+    words = tokenizer(template, longest)
     config = transformers.LlamaConfig(
         vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=256, tie_word_embeddings=True, pad_token_id=words.pad_token_id,
+        intermediate_size=64, max_position_embeddings=longest, tie_word_embeddings=True, pad_token_id=words.pad_token_id,
         eos_token_id=words.eos_token_id, bos_token_id=None,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)

@@ -14,7 +14,7 @@ from stoker.option_values import MOST, StrictValues, amount, count, many, number
 
 __all__ = [
     "MOST", "Parser", "amount", "count", "did_you_mean", "many", "number", "path", "port", "require_packages",
-    "require_transformers", "seconds", "whole",
+    "require_sft", "require_transformers", "seconds", "whole",
 ]  # fmt: skip
 
 
@@ -48,6 +48,11 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def require_transformers(command: str, *, extra: str) -> None:
     """Raises UserError if transformers is missing or cannot be imported."""
     require_packages(command, ["transformers"], "transformers and accelerate", extra=extra)
+
+
+def require_sft(command: str) -> None:
+    """Raises UserError if something is missing that fine-tuning a language model needs."""
+    require_packages(command, ["transformers", "datasets", "peft", "trl"], "TRL, PEFT and datasets", extra="sft")
 
 
 def require_packages(command: str, packages: Iterable[str], needs: str, *, extra: str) -> None:

@@ -134,7 +134,7 @@ _SCORES = {
     "cosine_recall@10": "recall@10", "cosine_mrr@10": "MRR@10", "cosine_accuracy": "accuracy", "cosine_ap": "average precision",
     "perplexity": "perplexity", "masked_accuracy": "of the masked tokens right",
     "ndcg@10": "NDCG@10", "mrr@10": "MRR@10", "map": "MAP", "average_precision": "average precision", "spearman": "Spearman",
-    "f1_macro": "macro F1", "f1_micro": "accuracy",
+    "f1_macro": "macro F1", "f1_micro": "accuracy", "right": "% right answers", "form": "% in the form",
 }  # fmt: skip
 
 

@@ -143,7 +143,7 @@ _SCORES = (
     ("eval_cosine_accuracy", "accuracy", _THREE), ("eval_masked_accuracy", "masked tokens right", _ONE),
     ("eval_ndcg@10", "NDCG@10", _ONE), ("eval_mrr@10", "MRR@10", _TWO), ("eval_map", "MAP", _FOUR),
     ("eval_average_precision", "AP", _FOUR), ("eval_spearman", "Spearman", _ONE), ("eval_f1_macro", "macro F1", _ONE),
-    ("eval_f1_micro", "accuracy", _THREE),
+    ("eval_f1_micro", "accuracy", _THREE), ("eval_form", "form", _TWO), ("eval_right", "right", _ONE),
 )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from stoker.errors import UserError, one_line
 from stoker.tasks import training_run
 from stoker.tasks.demo import speed
+from stoker.tasks.demo.demo_console import console_on_stdout, headline, print_machine, print_report
+from stoker.tasks.demo.demo_folder import check_folder, prepare_folder
 from stoker.tasks.demo.world import as_squad, make_world
 from stoker.tasks.loading import load_pretrained, quiet
 
@@ -25,9 +25,6 @@ _BATCH, _LENGTH, _STRIDE = 12, 160, 32
 _LEARNING_RATE = 3e-4  # a small model, a short run: ten times what is usual for BERT-base
 _MOST_QUESTIONS, _FEWEST = 3000, 600
 _EVALUATED = 300
-_MARKER = ".stoker-demo"
-_MARKER_TEXT = """`stoker demo` created this folder and empties it when it runs again. It leaves a folder without this file alone.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +40,16 @@ class DemoOptions:
 
 def run_demo(options: DemoOptions) -> int:
     begin = time.monotonic()
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = console_on_stdout()
     quiet()
     logging.getLogger("stoker").setLevel(logging.ERROR)
     model = options.model or _minilm()
-    _check_folder(options.folder)
+    check_folder(options.folder)
     parts = _load(model, options.seed)
-    _prepare_folder(options.folder)
-    _print_machine(console)
+    prepare_folder(options.folder)
+    print_machine(console)
 
-    _headline(console, "Questions about an invented world")
+    headline(console, "Questions about an invented world")
     train = make_world(_MOST_QUESTIONS, seed=options.seed, training=True)
     dev = make_world(_EVALUATED, seed=options.seed, training=False)
     training_run.write_json(options.folder / "train.json", as_squad(train))
@@ -66,7 +63,7 @@ def run_demo(options: DemoOptions) -> int:
         "task": "demo", "title": "Learning to read about an invented world", "model": "all-MiniLM-L6-v2",
         "command": " ".join(["stoker", *sys.argv[1:]]),
     }  # fmt: skip
-    _headline(console, f"Training on {count:,} questions, evaluating on {len(dev)} about texts it never saw")
+    headline(console, f"Training on {count:,} questions, evaluating on {len(dev)} about texts it never saw")
     trainer.train()
     trainer.save_model()
     after = trainer.evaluate()
@@ -76,7 +73,7 @@ def run_demo(options: DemoOptions) -> int:
     if compared is not None:
         trainer.recorder.write("speed", **compared)
 
-    _headline(console, "Three questions, live")
+    headline(console, "Three questions, live")
     for question in _new_questions(options.seed):
         _ask(console, answerer(trainer.model), question)
     _write_report(console, options.folder)
@@ -94,31 +91,6 @@ def _minilm() -> str:
     return str(get_model_path())
 
 
-def _check_folder(folder: Path) -> None:
-    """Accepts only a new folder, an empty one, or one that an earlier demo has marked."""
-    try:
-        used = folder.exists() and any(folder.iterdir())
-    except OSError as error:
-        raise UserError(f"--output_dir {folder} cannot be used: {error.strerror}") from None
-    if used and not (folder / _MARKER).is_file():
-        raise UserError(f"{folder} is not empty and was not created by a demo; name another folder with --output_dir")
-
-
-def _prepare_folder(folder: Path) -> None:
-    """Empties the folder of an earlier demo, or creates a new one, and marks it."""
-    _check_folder(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != _MARKER:
-                path.unlink()
-        (folder / _MARKER).write_text(_MARKER_TEXT, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output_dir {folder} cannot be used: {error.strerror} ({error.filename})") from None
-
-
 def _load(model: str, seed: int) -> tuple[Any, Any]:
     """Tokenizer and model; the model's new head depends on the seed."""
     from transformers import AutoModelForQuestionAnswering, set_seed
@@ -128,21 +100,9 @@ def _load(model: str, seed: int) -> tuple[Any, Any]:
     return tokenizer, network
 
 
-def _print_machine(console: Console) -> None:
-    from stoker.machine import this_machine
-
-    machine, rates = this_machine(), training_run.machine_rates(console.print)
-    name = machine.model.name or "this CPU"
-    console.print(f"{name}, {len(machine.usable_cores)} cores, {rates.fp32_all:.0f} GFLOP/s")
-
-
-def _headline(console: Console, text: str) -> None:
-    console.print(Text(f"\n{text}", style="bold"))
-
-
 def _compare(console: Console, options: DemoOptions, model: str) -> dict[str, Any]:
     steps = 10
-    _headline(console, f"{steps} training steps each, in turns: stock transformers, Stoker")
+    headline(console, f"{steps} training steps each, in turns: stock transformers, Stoker")
     seconds = speed.compare(options.folder, model, steps=steps, batch=_BATCH, max_seq_length=_LENGTH)
     names = {"stock": "stock", "stoker": "Stoker"}
     middles = {side: sorted(values)[len(values) // 2] for side, values in seconds.items()}
@@ -239,8 +199,6 @@ def _print_summary(
     spent: float,
 ) -> None:
     faster = f", {compared['ratio']:.1f}x faster than stock" if compared else ""
-    _headline(console, f"F1 {before['eval_f1']:.0f} -> {after['eval_f1']:.0f} in {spent / 60:.1f} minutes{faster}")
-    page = options.folder / "report.html"
-    if page.exists():
-        console.print(f"  report:      {page.resolve()}")
+    headline(console, f"F1 {before['eval_f1']:.0f} -> {after['eval_f1']:.0f} in {spent / 60:.1f} minutes{faster}")
+    print_report(console, options.folder)
     console.print(f'  ask it more: stoker ask --model {options.folder} --text "..." --question "..."')

@@ -14,7 +14,7 @@ from typing import Any
 from stoker.tasks.demo.wording import KINDS, Kind, Relation
 from stoker.tasks.qa.data import Question
 
-__all__ = ["as_squad", "make_world"]
+__all__ = ["Asked", "as_squad", "ask_world", "make_world"]
 
 _BEGINNINGS = ("Bal", "Dor", "El", "Fen", "Gar", "Hal", "Ist", "Jor", "Kel", "Lum", "Mar", "Nev", "Or", "Pel", "Quin",
                "Ras", "Sel", "Tor", "Ul", "Vel", "Wen", "Yar", "Zan")  # fmt: skip
@@ -81,11 +81,25 @@ class _Names:
         return found
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A question, with what it is about and which kind of thing answers it."""
+
+    question: Question
+    subject: str
+    kind: str
+
+
 def make_world(questions: int, *, seed: int, training: bool, per_context: int = 4) -> list[Question]:
     """`questions` questions about as many contexts as needed. Some wordings appear only if not `training`."""
+    return [one.question for one in ask_world(questions, seed=seed, training=training, per_context=per_context)]
+
+
+def ask_world(questions: int, *, seed: int, training: bool, per_context: int = 4) -> list[Asked]:
+    """The same questions, with their subjects and kinds."""
     chance = random.Random(f"{seed}-{training}")
     names = _Names(chance)
-    made: list[Question] = []
+    made: list[Asked] = []
     number = 0
     while len(made) < questions:
         kind = KINDS[number % len(KINDS)]
@@ -94,7 +108,7 @@ def make_world(questions: int, *, seed: int, training: bool, per_context: int = 
     return made[:questions]
 
 
-def _context(kind: Kind, names: _Names, name: str, training: bool, per_context: int) -> list[Question]:
+def _context(kind: Kind, names: _Names, name: str, training: bool, per_context: int) -> list[Asked]:
     chance = names.random
     subjects = names.distinct(kind.name, 3)
     relations = chance.sample(kind.relations, 3)
@@ -121,9 +135,9 @@ def _context(kind: Kind, names: _Names, name: str, training: bool, per_context: 
         assert fact is not None
         wordings = fact.questions[:-1] if training else fact.questions
         begin = starts[index] + sentence.index(value)
-        questions.append(
-            Question(f"{name}-{q}", chance.choice(wordings).format(s=subjects[about]), context, (value,), (begin,))
-        )
+        text = chance.choice(wordings).format(s=subjects[about])
+        question = Question(f"{name}-{q}", text, context, (value,), (begin,))
+        questions.append(Asked(question, subjects[about], fact.object))
     return questions
 
 
