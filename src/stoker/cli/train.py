@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from stoker import streams
-from stoker.cli.parsing import did_you_mean, require_sft, require_transformers
+from stoker.cli.parsing import did_you_mean, require_packages, require_transformers
 from stoker.errors import UserError, one_line
 from stoker.tasks import recipe
 

@@ -18,7 +18,7 @@ from stoker.errors import UserError
 from stoker.model import optimize, restore
 from stoker.tasks.loading import check_finite, check_vocabulary, config_of, loaded, model_of, row_length, tokenizer_of
 
-__all__ = ["fast_inference", "load_cross_encoder", "load_sentence_transformer", "set_row_length"]
+__all__ = ["Loader", "fast_inference", "load_cross_encoder", "load_sentence_transformer", "set_row_length"]
 
 log = logging.getLogger("stoker")
 
@@ -59,7 +59,7 @@ def _load(
     elif os.path.exists(name):
         raise UserError(f"{flag} {name} is a file; name a folder, or a model on the hub")
     model = loaded(
-        _Loader(kind), what, name, flag=flag, cache_folder=options.cache_dir,
+        Loader(kind), what, name, flag=flag, cache_folder=options.cache_dir,
         revision=options.model_revision if not local else None, token=options.token,
         trust_remote_code=options.trust_remote_code,
         local_files_only=local,  # else every saved checkpoint would ask the hub for the name of the base model
@@ -71,7 +71,7 @@ def _load(
 
 
 @dataclass(frozen=True)
-class _Loader:
+class Loader:
     """A class of sentence-transformers as a loader with `from_pretrained`, which `loaded` expects."""
 
     kind: Any
