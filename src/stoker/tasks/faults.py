@@ -35,6 +35,9 @@ class Faults:
         if len(self.shown) < _SHOWN:
             self.shown.append(sentence)
 
+    def too_many(self, good: int) -> bool:
+        return self.count > SHARE_ALLOWED * (good + self.count)
+
     def settle(self, good: int) -> None:
         """Warns about the rows that were skipped; raises UserError if they are more than `SHARE_ALLOWED` of all rows."""
         if not self.count:
@@ -44,6 +47,6 @@ class Faults:
         if self.count > len(self.shown):
             details += f"\n  and {self.count - len(self.shown)} more"
         finding = f"{self.count:,} of {total:,} rows in {self.source} cannot be used"
-        if self.count > SHARE_ALLOWED * total:
+        if self.too_many(good):
             raise UserError(f"{finding}, more than {SHARE_ALLOWED:.0%}; repair the file or remove those rows:{details}")
         log.warning("%s and are skipped:%s", finding, details)

@@ -17,7 +17,7 @@ from stoker.tasks.loading import (
 )
 from stoker.tasks.mlm.features import TextRows, make_rows, tokenize_sources
 from stoker.tasks.mlm.texts import FileTexts, HubTexts, Source, expand
-from stoker.tasks.training_options import DataOptions, check_best
+from stoker.tasks.training_options import DataOptions, check_best, given
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
@@ -112,6 +112,8 @@ def _check(job: training_run.Job) -> None:
         raise UserError(
             f"--validation_split_percentage is {options.validation_split_percentage}; it must be at least 0 and below 100"
         )
+    if str(args.metric_for_best_model).endswith("perplexity") and not given("greater_is_better", job.argv):
+        args.greater_is_better = False  # transformers knows this of losses only
     check_best(args, job.argv, ["loss", "perplexity", "masked_accuracy"], "loss")
 
 

@@ -90,8 +90,9 @@ def read_sentences(
 
 
 def _some(sentences: list[Sentence], faults: Faults) -> list[Sentence]:
+    if faults.too_many(len(sentences)):
+        faults.settle(len(sentences))
     if not sentences:
-        faults.settle(0)
         raise UserError(f"{faults.source} contains no sentences")
     return sentences
 

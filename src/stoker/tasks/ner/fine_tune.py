@@ -21,7 +21,7 @@ from stoker.tasks.ner.data import Columns, Layout, Sentence, collect, converted,
 from stoker.tasks.ner.features import Rows, make_rows
 from stoker.tasks.ner.metrics import Entity, entities_of, measure
 from stoker.tasks.ner.predictions import entity_spans, write_predictions
-from stoker.tasks.ner.tags import OUTSIDE, Scheme, recognise, type_of
+from stoker.tasks.ner.tags import OUTSIDE, Scheme, iob2, recognise, type_of
 from stoker.tasks.row_predictions import predict_rows
 from stoker.tasks.scoring_trainer import ScoringTrainer
 from stoker.tasks.training_options import DataOptions, check_best, check_label_names
@@ -183,7 +183,7 @@ def _labels(job: training_run.Job, raw: dict[str, Any]) -> Labels:
     if scheme.source:
         what = {"IOB1": "IOB1, or begin with I-", "types": "types without B- and I-"}[scheme.source]
         job.print(f"the tags are {what}; they are converted to IOB2")
-    types = {type_of(tag) for sentence in sentences for tag in scheme.convert(sentence.tags) if tag != OUTSIDE}
+    types = {type_of(tag) for sentence in sentences for tag in iob2(sentence.tags) if tag != OUTSIDE}
     if declared and not scheme.source and {*scheme.labels(types)} <= {*declared}:
         return Labels(declared, scheme)
     return Labels(scheme.labels(types), scheme)
