@@ -313,7 +313,8 @@ def _call(module: nn.Module, x: Tensor) -> Tensor:
     """Calls a foreign module in the type of its parameters, which may differ from that of the activations."""
     if isinstance(module, Optimized):
         return module(x)  # type: ignore[no-any-return]
-    parameter = next(module.parameters(), x)
+    # a layer of bitsandbytes has integer codes among its parameters
+    parameter = next((one for one in module.parameters() if one.is_floating_point()), x)
     return module(x.to(parameter.dtype)).to(x.dtype)  # type: ignore[no-any-return]
 
 
