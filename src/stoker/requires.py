@@ -73,6 +73,7 @@ class Part:
 _TRAINER = "transformers.trainer:Trainer"
 _ARGUMENTS = "transformers.training_args:TrainingArguments"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
+_DEBERTA = "transformers.models.deberta_v2.modeling_deberta_v2:DebertaV2"
 
 PARTS: dict[str, Part] = {
     "optimize": Part(
@@ -112,6 +113,13 @@ PARTS: dict[str, Part] = {
         (
             "transformers:PretrainedConfig._attn_implementation",
             "transformers.integrations.neftune:neftune_post_forward_hook | transformers.trainer_utils:neftune_post_forward_hook",
+        ),
+    ),
+    "DeBERTa": Part(
+        "DeBERTa models are computed with their padding",
+        (
+            f"{_DEBERTA}Encoder.get_rel_pos(hidden_states, query_states, relative_pos)",
+            f"{_DEBERTA}Layer.forward(hidden_states, attention_mask, query_states, relative_pos, rel_embeddings, ...)",
         ),
     ),
     "attention interface": Part(

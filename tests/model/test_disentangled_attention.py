@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import stoker
+from stoker import requires
 from stoker.model import sequences as packed
 
 FAMILY = "DebertaV2"
@@ -128,6 +129,23 @@ def test_the_projections_of_positions_may_be_hooked() -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
     tiny.assert_same_gradients(tiny.gradients(model), tiny.gradients(stock), 1e-3)
     assert stoker.report(model).left_alone == ()
+
+
+def test_another_signature_in_transformers_leaves_the_model_as_it_is(monkeypatch, caplog) -> None:
+    stock, full = tiny.model(FAMILY, "SequenceClassification"), _batch("SequenceClassification")
+    encoder = type(stock.deberta.encoder)
+    own = encoder.get_rel_pos
+    monkeypatch.setattr(encoder, "get_rel_pos", lambda self, states, *rest: own(self, states, *rest))
+    for cache in (requires.missing, requires.supported):
+        cache.cache_clear()
+    try:
+        model = stoker.optimize(copy.deepcopy(stock), dtype=torch.float32)
+    finally:
+        for cache in (requires.missing, requires.supported):
+            cache.cache_clear()
+    assert "DeBERTa models are computed with their padding, because transformers" in caplog.text
+    assert "fused layer" not in {part for part, _, _ in stoker.report(model).applied}
+    torch.testing.assert_close(model(**full.kwargs).loss, stock(**full.kwargs).loss, rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_positions_that_occur_are_projected() -> None:

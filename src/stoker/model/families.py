@@ -217,6 +217,7 @@ FAMILIES: tuple[Family, ...] = (
         "DeBERTa v2 and v3",
         "deberta_v2",
         "DebertaV2",
+        part="DeBERTa",
         tuple_until=5,
         tuple_size=2,
         query="attention.self.query_proj",

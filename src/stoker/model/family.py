@@ -152,6 +152,8 @@ class Family:
     """The length of that tuple: what follows the hidden states is None."""
     since: int = 4
     """The row applies to transformers from this major version on."""
+    part: str | None = None
+    """What it needs of transformers beyond that: a part of stoker/requires.py."""
 
     # embeddings: paths in the embeddings module
     word: str = "word_embeddings"

@@ -151,6 +151,7 @@ def _explain(ipex: dict[str, Any]) -> None:
 def _swap_classes(model: nn.Module, settings: Settings) -> None:
     """Gives every module that there is an override for its optimized class."""
     found = [(module, *match) for module in model.modules() if (match := find(type(module))) is not None]
+    found = [one for one in found if one[1].part is None or supported(one[1].part)]
     if found and not supported("padding-free models"):
         found = []
     overrides: dict[Role, type[Optimized]] = {
