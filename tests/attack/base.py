@@ -7,7 +7,7 @@ import string
 from pathlib import Path
 from typing import Any
 
-__all__ = ["chats", "make_base", "rows", "squad"]
+__all__ = ["chats", "entities", "make_base", "rows", "squad"]
 
 _NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana"]
 _PLACES = ["Torwick", "Lund", "Ash", "Kell"]
@@ -46,7 +46,28 @@ def chats(count: int) -> list[dict[str, Any]]:
     ]
 
 
+def entities(count: int) -> list[dict[str, Any]]:
+    """Texts with entities by character."""
+    texts = [f"{_NAMES[n % 8]} is in {_PLACES[n % 4]}." for n in range(count)]
+    return [
+        {
+            "text": text,
+            "entities": [
+                {"start": 0, "end": text.index(" "), "label": "PER"},
+                {"start": text.rindex(" ") + 1, "end": len(text) - 1, "label": "LOC"},
+            ],
+        }
+        for text in texts
+    ]
+
+
 def make_base(folder: Path) -> None:
+    for name, count in (("train.conll", 24), ("dev.conll", 8)):
+        lines = [f"{_NAMES[n % 8]}\tB-PER\nis\tO\nin\tO\n{_PLACES[n % 4]}\tB-LOC\n" for n in range(count)]
+        (folder / name).write_text("\n".join(lines))
+    (folder / "train.txt").write_text(
+        "".join(f"{_NAMES[n % 8]} is in {_PLACES[n % 4]} and wrote letter {n}.\n" for n in range(40))
+    )
     for name, count in (("train.jsonl", 16), ("dev.jsonl", 4)):
         (folder / name).write_text("\n".join(map(json.dumps, chats(count))) + "\n")
     (folder / "train.json").write_text(json.dumps(squad(24)))

@@ -9,7 +9,7 @@ from pathlib import Path
 from attack import odd
 from attack.case import Case
 
-__all__ = ["any_command", "flat", "good_training", "launch", "rank_variables", "train"]
+__all__ = ["GOOD_FILES", "TASKS", "any_command", "flat", "good_training", "launch", "rank_variables", "train"]
 
 _SIMPLE = {
     "doctor": ["--json", "--fresh", "--root"],
@@ -24,8 +24,11 @@ _SIMPLE = {
              "--bandwidth"],
     "env": [],
     "help": [],
-    "train": ["qa", "classify", "sft", "--help", "--help-all"],
+    "train": ["qa", "classify", "ner", "mlm", "sft", "--help", "--help-all"],
 }  # fmt: skip
+TASKS = ("qa", "classify", "ner", "mlm", "sft")
+GOOD_FILES = ("llm", "train.json", "dev.json", "train.tsv", "dev.tsv", "train.jsonl", "dev.jsonl", "train.conll", "dev.conll",
+              "train.txt")  # fmt: skip
 _PLAUSIBLE = ["1", "2", "3", "0.5", "bf16", "auto", "no", "yes", "true", "10gbit", "1..4", "1,2", "model", "run", "s.py", "new",
               "qa", "none", "steps", "epoch", "train.json", "localhost", "127.0.0.1:29500",
               "0,1", "OMP_NUM_THREADS=1"]  # fmt: skip
@@ -51,8 +54,7 @@ def _files(base: Path) -> dict[str, bytes]:
 
 
 def _links(base: Path) -> dict[str, str]:
-    names = ("model", "llm", "train.json", "dev.json", "train.tsv", "dev.tsv", "train.jsonl", "dev.jsonl")
-    return {"loop": "loop", "zero.json": "/dev/zero", **{name: str(base / name) for name in names}}
+    return {"loop": "loop", "zero.json": "/dev/zero", **{name: str(base / name) for name in ("model", *GOOD_FILES)}}
 
 
 def _value(r: random.Random) -> str:
@@ -133,11 +135,13 @@ def rank_variables(r: random.Random, base: Path) -> Case:
 @functools.cache
 def _train_options(task: str) -> tuple[tuple[str, bool], ...]:
     from stoker.tasks.classify.fine_tune import ClassifyOptions
+    from stoker.tasks.mlm.fine_tune import MlmOptions
+    from stoker.tasks.ner.fine_tune import NerOptions
     from stoker.tasks.qa.fine_tune import QaOptions
     from stoker.tasks.sft.fine_tune import SftOptions, arguments_of
     from stoker.tasks.training_options import OptionParser
 
-    kinds = {"qa": QaOptions, "classify": ClassifyOptions, "sft": SftOptions}
+    kinds = {"qa": QaOptions, "classify": ClassifyOptions, "ner": NerOptions, "mlm": MlmOptions, "sft": SftOptions}
     arguments = {"arguments": arguments_of([])} if task == "sft" else {}
     actions = OptionParser(f"train {task}", kinds[task], **arguments)._option_string_actions
     return tuple(
@@ -155,12 +159,13 @@ def good_training(task: str) -> list[list[str]]:
             ["--output_dir", "out"], ["--max_steps", "2"], ["--max_length", "96"], ["--per_device_train_batch_size", "4"],
             ["--report_to", "none"], ["--samples", "0"],
         ]  # fmt: skip
-    suffix = "json" if task == "qa" else "tsv"
+    suffix = {"qa": "json", "classify": "tsv", "ner": "conll", "mlm": "txt"}[task]
+    dev = [["--validation_file", f"dev.{suffix}"]] if task != "mlm" else [["--validation_split_percentage", "20"]]
     return [
-        ["--model_name_or_path", "model"], ["--train_file", f"train.{suffix}"], ["--validation_file", f"dev.{suffix}"],
+        ["--model_name_or_path", "model"], ["--train_file", f"train.{suffix}"], *dev,
         ["--do_train"], ["--do_eval"], ["--output_dir", "out"], ["--max_steps", "2"], ["--max_seq_length", "48"],
         ["--per_device_train_batch_size", "4"], ["--report_to", "none"],
-    ] + [["--doc_stride", "8"]] * (task == "qa")  # fmt: skip
+    ] + [["--doc_stride", "8"]] * (task in ("qa", "ner"))  # fmt: skip
 
 
 def flat(options: list[list[str]]) -> list[str]:
@@ -169,7 +174,7 @@ def flat(options: list[list[str]]) -> list[str]:
 
 def train(r: random.Random, base: Path) -> Case:
     """A valid training command with an option removed, one added, or a wrong value."""
-    task = r.choice(("qa", "classify", "sft"))
+    task = r.choice(TASKS)
     options = good_training(task)
     for _ in range(r.choice((1, 1, 2, 3))):
         kind = r.random()

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from attack import odd
-from attack.base import chats, rows, squad
+from attack.base import chats, entities, rows, squad
 from attack.case import Case
-from attack.command_lines import flat, good_training
+from attack.command_lines import GOOD_FILES, TASKS, flat, good_training
 
 __all__ = ["data_file"]
 
@@ -45,8 +45,10 @@ _VALUES: list[Any] = [
 
 def data_file(r: random.Random, base: Path) -> Case:
     """A data file for any task, used to train, evaluate or predict."""
-    task = r.choice(("qa", "classify", "sft"))
-    suffix = r.choice(("json", "json", "jsonl", "csv", "tsv", "parquet", "txt", "ndjson"))
+    task = r.choice(TASKS)
+    suffix = r.choice(
+        ("json", "json", "jsonl", "csv", "tsv", "parquet", "txt", "ndjson", *(["conll"] if task == "ner" else []))
+    )
     content = _content(r, task, suffix)
     if suffix == "parquet" or r.random() < 0.35:
         content = odd.damage(r, content, _TOKENS)
@@ -56,14 +58,14 @@ def data_file(r: random.Random, base: Path) -> Case:
         content = gzip.compress(content) if r.random() < 0.7 else content
         content = odd.damage(r, content) if r.random() < 0.4 else content
     files, links = {name: content}, {"model": str(base / "model")}
-    for good in ("llm", "train.json", "dev.json", "train.tsv", "dev.tsv", "train.jsonl", "dev.jsonl"):
+    for good in GOOD_FILES:
         links[good] = str(base / good)
     if r.random() < 0.05:
         del files[name]
         links[name] = r.choice(("/dev/zero", name, "/", "/proc/self/mem", "nowhere"))
     options = good_training(task)
     flags = ("--train_file", "--train_file", "--validation_file", "--test_file")
-    flag = r.choice(flags[:3] if task == "sft" else flags)
+    flag = r.choice(flags[:3] if task in ("sft", "mlm") else flags)
     options = [option for option in options if option[0] != flag] + [[flag, name]]
     if flag == "--test_file":
         options.append(["--do_predict"])
@@ -73,6 +75,7 @@ def data_file(r: random.Random, base: Path) -> Case:
                   ["--label_column_name", "label"], ["--max_train_samples", "3"]):  # fmt: skip
         only_classify = "_column" in extra[0] or extra[0] == "--do_regression"
         belongs = "qa" if extra[0] == "--version_2_with_negative" else "classify" if only_classify else task
+        belongs = "ner" if task == "ner" and extra[0] == "--label_column_name" else belongs
         if r.random() < 0.1 and belongs == task:
             options.append(extra)
     return Case(["train", task, *flat(options)], files, links, writes=("out",), codes=(0, 1, 2))
@@ -84,6 +87,8 @@ def _content(r: random.Random, task: str, suffix: str) -> bytes:
     tables = {
         "qa": lambda: [_flat(number) for number in range(12)], "classify": lambda: rows(12),
         "sft": lambda: chats(12) if r.random() < 0.7 else [{"instruction": "Who?", "input": "", "output": "Ada"}] * 12,
+        "ner": lambda: entities(12) if r.random() < 0.5 else [{"tokens": ["Ada", "wrote"], "tags": ["B-PER", "O"]}] * 12,
+        "mlm": lambda: [{"text": row["sentence"]} for row in rows(40)],
     }  # fmt: skip
     table = tables[task]()
     spoiled = _spoil(r, table) if r.random() < 0.8 else table
@@ -128,6 +133,8 @@ def _dump(content: Any) -> bytes:
 
 
 def _written(r: random.Random, table: Any, suffix: str) -> bytes:
+    if suffix == "conll":
+        return b"\n".join(f"{odd.value(r)}\tO\nAda\tB-PER\n".encode("utf-8", "surrogatepass") for _ in range(12))
     if suffix in ("json", "txt"):
         return _dump(r.choice((table, {"data": table}, {"data": {"data": table}}, {"rows": table})))
     if not isinstance(table, list):

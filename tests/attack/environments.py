@@ -211,6 +211,7 @@ COMMANDS: dict[str, list[str]] = {
     "ask": ["ask", "--model", "model", "--text", "Ada wrote it.", "--question", "Who?"],
     "train qa": ["train", "qa", *flat(good_training("qa"))],
     "train classify": ["train", "classify", *flat(good_training("classify"))],
+    "train mlm": ["train", "mlm", *flat(good_training("mlm"))],
 }
 _LIGHT = tuple(name for name, argv in COMMANDS.items() if argv[0] not in ("train", "ask", "plan", "report"))
 """Command lines that run without importing torch."""
@@ -225,7 +226,9 @@ def odd_environment(r: random.Random, base: Path) -> Case:
 
 def case_of(name: str, command: str, base: Path) -> Case:
     where, argv = ENVIRONMENTS[name], COMMANDS[command]
-    links = {file: str(base / file) for file in ("model", "train.json", "dev.json", "train.tsv", "dev.tsv")}
+    links = {
+        file: str(base / file) for file in ("model", "train.json", "dev.json", "train.tsv", "dev.tsv", "train.txt")
+    }
     files = {"c.yaml": b"num_processes: 2\ndistributed_type: MULTI_CPU\nipex_config: {ipex: true}\n", "s.py": b"",
              "hosts": b"localhost slots=2\n", "run.jsonl": _LOG}  # fmt: skip
     return Case(

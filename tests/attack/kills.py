@@ -35,6 +35,7 @@ _TASKS = {
     "qa": ["--gradient_accumulation_steps", "2", "--eval_strategy", "steps", "--eval_steps", "3"],
     "classify": ["--group_by_length", "True", "--metric_for_best_model", "accuracy", "--eval_strategy", "steps",
                  "--eval_steps", "2", "--load_best_model_at_end", "True"],
+    "mlm": ["--masking", "words", "--mlm_probability", "0.3", "--gradient_accumulation_steps", "2"],
 }  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def fresh(folder: Path, work: Path) -> None:
     sandbox.clear(folder)
     for name in ("cwd", "home", "cache", "tmp"):
         (folder / name).mkdir()
-    for name in ("model", "train.json", "dev.json", "train.tsv", "dev.tsv"):
+    for name in ("model", "train.json", "dev.json", "train.tsv", "dev.tsv", "train.txt"):
         (folder / "cwd" / name).symlink_to(work / "base" / name)
 
 

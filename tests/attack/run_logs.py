@@ -40,7 +40,11 @@ GOOD: list[dict[str, Any]] = [
     {"kind": "examples", "rows": [
         {"question": "Who?", "context": "It was Ada.", "answer": "Ada", "expected": ["Ada"], "begin": 7, "end": 10, "right": True,
          "probability": 0.9},
-        {"texts": ["one", "two"], "answer": "yes", "expected": ["no"], "right": False, "probability": 0.4}]},
+        {"texts": ["one", "two"], "answer": "yes", "expected": ["no"], "right": False, "probability": 0.4},
+        {"context": "It was Ada.", "expected": ["It"], "right": False,
+         "marks": [{"begin": 7, "end": 10, "label": "PER", "right": True}]}]},
+    {"kind": "tables", "step": 2,
+     "tables": [{"title": "Scores", "columns": ["", "F1"], "rows": [["PER", 0.5]], "note": "A note."}]},
     {"kind": "speed", "sides": {"stock": [2.0, 2.1], "Stoker": [0.5]}, "ratio": 4.0, "note": "Medians."},
     {"kind": "trained", "step": 2, "train_runtime": 301.0},
     {"kind": "end", "reason": "finished", "step": 2},

@@ -89,6 +89,7 @@ def _import_everything() -> None:
     torch.set_num_threads(1)
     names = ["transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert", "matplotlib.pyplot",
              "stoker.tasks.qa.fine_tune", "stoker.tasks.qa.question_answerer", "stoker.tasks.classify.fine_tune",
+             "stoker.tasks.ner.fine_tune", "stoker.tasks.mlm.masked_trainer", "stoker.tasks.mlm.fine_tune", "seqeval.metrics",
              "stoker.tasks.demo.demo_run", "stoker.tasks.demo.sft_demo", "stoker.run_report.page", "stoker.launch.start",
              "stoker.plan.link_rates",
              "stoker.plan.draw", "pyarrow.parquet", "transformers.integrations", "stoker.tasks.card", "torch.utils.data",

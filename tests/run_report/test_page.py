@@ -34,7 +34,11 @@ def log_a_run(folder: Path, *, finished: bool = True) -> None:
             log.write("evaluation", step=step, eval_f1=step * 0.8, eval_exact_match=step * 0.7)
     rows = [{"id": str(n), "question": "Who <script>alert(1)</script>?", "context": "It was Ada & Bo. " * 40, "answer": "Ada",
              "begin": 7, "end": 10, "expected": ["Ada"], "right": n % 2 == 0, "probability": 0.9} for n in range(6)]  # fmt: skip
+    rows.append({"context": "Ada <b> wrote to Bo", "right": False, "expected": ["Bo (PER)"],
+                 "marks": [{"begin": 0, "end": 3, "label": "<PER>", "right": True}, {"begin": 4, "end": 7, "right": False},
+                           {"begin": 5, "end": 9, "right": True}]})  # fmt: skip
     log.write("examples", rows=rows)
+    log.write("tables", tables=[{"title": "By <type>", "columns": ["", "F1"], "rows": [["PER", "0.5"]]}])
     log.write("speed", sides={"stock": [2.0, 2.1, 1.9], "Stoker": [0.5, 0.6, 0.5]}, ratio=4.0, note="Medians.")
     if finished:
         log.write("trained", step=100, train_runtime=301.0)
@@ -75,6 +79,8 @@ def test_the_page_is_self_contained_and_escapes_its_content(tmp_path: Path) -> N
         "padding-free base model",
         "&lt;why&gt;",
         "--x &#39;&lt;b&gt;",
+        '<mark class="right">Ada<small>&lt;PER&gt;</small></mark> <mark class="wrong">&lt;b&gt;</mark> wrote to Bo',
+        "<h2>By &lt;type&gt;</h2>",
     ):
         assert shown in text
     assert "#0a0b" not in text, "every stand-in colour became a variable"

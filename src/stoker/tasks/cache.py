@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ Arrays = dict[str, NDArray[np.generic]]
 DIRECTORY = "features"  # in the cache
 _FORMAT = "1"  # increase it when the meaning of stored arrays changes
 _MOST_BYTES = 4 << 30
+_ABANDONED = 24 * 3600.0  # seconds since a temporary file was last written
 _SUFFIXES = (".npz", ".ids", ".ends", ".facts")  # of arrays, and of token_store.py
 
 log = logging.getLogger("stoker")
@@ -75,8 +77,14 @@ def _save(name: str, arrays: Arrays) -> None:
 
 
 def remove_old(newest: Path) -> None:
-    """Removes what was not used for the longest time, until the cache is small enough; files with the name of `newest` stay."""
+    """Removes what was not used for the longest time, until the cache is small enough; files with the name of `newest` stay.
+
+    Temporary files that a killed process has left are removed, too.
+    """
     files = [file for file in newest.parent.iterdir() if file.suffix in _SUFFIXES]
+    for file in newest.parent.glob(".*"):
+        if time.time() - file.stat().st_mtime > _ABANDONED:
+            file.unlink(missing_ok=True)
     total = 0
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         total += file.stat().st_size
