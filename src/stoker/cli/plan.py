@@ -194,9 +194,9 @@ def _predicted(options: Any, subject: Subject, cores: int, collectives: Collecti
 
 def _described(nodes: Sequence[Node], subject: Subject, options: Any) -> list[str]:
     what = f"LoRA with rank {subject.lora_r}: " if subject.lora_r else ""
-    lines = [
-        f"node: {what}{nodes[0].parameters / 1e6:.3g} M trained parameters, {options.batch} rows of about {subject.length} tokens"
-    ]
+    millions = nodes[0].parameters / 1e6
+    size = f"{millions:,.0f}" if millions >= 100 else f"{millions:.3g}"
+    lines = [f"node: {what}{size} M trained parameters, {options.batch} rows of about {subject.length} tokens"]
     return lines + [
         f"  {counted(one.processes, 'process')} x {counted(one.cores // one.processes, 'core')}: {one.step:.3f} s per step"
         + (f", {one.tokens / one.step:,.0f} tokens/s, {one.memory / 1e9:.1f} GB" if one.tokens else "")
