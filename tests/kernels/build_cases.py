@@ -582,6 +582,37 @@ def exchanges(native: Native, chance: Chance, ranks: int, count: int) -> Results
     }  # fmt: skip
 
 
+def pipes(native: Native, chance: Chance, ranks: int, count: int) -> Results:
+    """Each rank writes `count` bytes to the next one, in as many parts as its pipe takes, and reads as many."""
+    sent = [chance.integers(count, np.uint8) for _ in range(ranks)]
+    received = [native.empty(count, np.uint8) for _ in range(ranks)]
+
+    def body(rank: int, handle: int) -> None:
+        assert native.call("comm_await_all", group=handle, seconds=120.0) == -1
+        after, before, written, read = (rank + 1) % ranks, (rank - 1) % ranks, 0, 0
+        while written < count or read < count:
+            seen = native.call("comm_bell", group=handle)
+            rest, room = sent[rank][written:], received[rank][read:]
+            accepted = native.call("comm_write", group=handle, to=after, data=rest, bytes=len(rest)) if len(rest) else 0
+            found = (
+                native.call("comm_read", group=handle, source=before, data=room, bytes=len(room)) if len(room) else 0
+            )
+            assert accepted >= 0, native.call("comm_opening_error")
+            written, read = written + accepted, read + found
+            if not accepted and not found:
+                native.call("comm_sleep", group=handle, seen=seen, seconds=1.0)
+        assert not native.call("comm_gone", group=handle, rank=after)
+        seen = native.call("comm_bell", group=handle)
+        native.call("comm_ring", group=handle)
+        assert native.call("comm_sleep", group=handle, seen=seen, seconds=120.0) == 1
+        assert native.call("comm_barrier", group=handle) == 0, native.call("comm_error", group=handle)
+
+    _on_every_rank(native, ranks, body)
+    for rank in range(ranks):
+        assert (received[rank] == sent[(rank - 1) % ranks]).all(), f"rank {rank} read other bytes than were written"
+    return {"received": np.stack(received)}
+
+
 # --- the list -----------------------------------------------------------------------------------------------------------
 
 
@@ -663,6 +694,7 @@ def _cases() -> Iterator[Case]:
     yield Case("reductions of 3 ranks, several slots", partial(reductions, ranks=3, count=1061), exact=True)
     yield Case("sums halfway between two fp16", partial(half_way, count=67), exact=True, emulated=False)
     yield Case("exchanges of 3 ranks", partial(exchanges, ranks=3, count=4133), exact=True)
+    yield Case("pipes of 3 ranks", partial(pipes, ranks=3, count=70_001), exact=True)
 
 
 CASES = tuple(_cases())
