@@ -68,7 +68,7 @@ def _taken(parser: argparse.ArgumentParser, action: argparse.Action, word: str) 
 def test_no_option_accepts_a_number_that_is_not_finite_or_beyond_64_bits(
     parsers: list[argparse.ArgumentParser],
 ) -> None:
-    assert len(parsers) == len(CALLS) + 2
+    assert len(parsers) == len(CALLS) + 4
     numeric = 0
     for parser in parsers:
         for action in parser._actions:

@@ -17,6 +17,7 @@ from transformers.trainer_utils import has_length
 from stoker.distributed.agreement import largest
 from stoker.errors import UserError
 from stoker.hf.checkpointing import folders
+from stoker.hf.seeded_batches import indices_of
 
 if TYPE_CHECKING:
     from stoker.hf.batches import Position
@@ -73,7 +74,7 @@ def _example_ids(trainer: Any, position: Position) -> list[str]:
         for owner in owners:
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
-        indices: list[int] = next(islice(iter(sampler), batch, None), [])
+        indices = indices_of(next(islice(iter(sampler), batch, None), []))
         name = getattr(trainer.train_dataset, "example_ids", None)
         return [str(one) for one in (name(indices) if name is not None else indices)]
     except Exception:  # a custom sampler may raise anything; the loss is what must be reported

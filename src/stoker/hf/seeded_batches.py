@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from stoker.hf.checkpointing import random_state
 from stoker.requires import supported
 
-__all__ = ["BatchSeeds", "seed_batches"]
+__all__ = ["BatchSeeds", "indices_of", "seed_batches"]
 
 _SPARE = np.random.MT19937(0)
 """Takes the place of NumPy's global generator while a batch is being loaded."""
@@ -133,6 +133,11 @@ class _Wrapper:
 class _Numbered(NamedTuple):
     number: int
     indices: Any
+
+
+def indices_of(batch: Any) -> Any:
+    """The indices of a batch of a loader's sampler, which may have been given a number."""
+    return batch.indices if isinstance(batch, _Numbered) else batch
 
 
 class _NumberedBatches(_Wrapper):

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from stoker.english import with_article
 from stoker.kernels.linear import linear
 from stoker.kernels.quantized import dequantize, quantize
 from stoker.kernels.tracing import stock_wanted
@@ -67,7 +68,7 @@ class Stored:
 def why_not(parameter: nn.Parameter, form: Form, dtype: torch.dtype | None = None) -> str | None:
     """The reason for which `store` cannot store this parameter, or would save nothing; None if there is none."""
     if type(parameter) is not nn.Parameter:
-        return f"it is a {type(parameter).__name__}"
+        return f"it is {with_article(type(parameter).__name__)}"
     if parameter.requires_grad:
         return "it is trained"
     if parameter.dim() != 2 or not parameter.numel():

@@ -74,10 +74,11 @@ class PaddingFreeModel(Optimized):
         call = named(self, args, kwargs)
         sequences = self._sequences(call)
         if isinstance(sequences, str):
-            count(*_padded_positions(call))
+            rows, length = _padded_shape(call)
+            count(rows * length, rows * length, lambda: rows * length**2)
             with running(None):  # this model may be inside another one that runs padding-free
                 return self._stock_forward(sequences, args, kwargs)
-        count(sequences.batch * sequences.length, sequences.tokens, sequences.cu_seqlens)
+        count(sequences.batch * sequences.length, sequences.tokens, sequences.pairs)
         return_dict = call.pop("return_dict", getattr(self.config, "return_dict", True))
         keep_packed = wanted_packed()
         try:
@@ -206,11 +207,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _padded_positions(call: dict[str, Any]) -> tuple[int, int, Tensor]:
-    """The arguments of `count` for a call that computes its padding."""
+def _padded_shape(call: dict[str, Any]) -> tuple[int, int]:
+    """Rows and positions of a call that computes its padding."""
     tokens = call.get("input_ids", call.get("inputs_embeds"))
-    rows, length = tokens.shape[:2] if isinstance(tokens, Tensor) and tokens.dim() > 1 else (0, 0)
-    return rows * length, rows * length, torch.arange(rows + 1) * length
+    return (tokens.shape[0], tokens.shape[1]) if isinstance(tokens, Tensor) and tokens.dim() > 1 else (0, 0)
 
 
 def _has_types(model: Any) -> bool:

@@ -20,7 +20,7 @@ A checkpoint around such a layer or encoder recomputes it during the backward pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -71,6 +71,10 @@ class Sequences:
     @property
     def tokens(self) -> int:
         return self.positions.shape[0]
+
+    def pairs(self) -> int:
+        """Pairs of positions of the same sequence."""
+        return int(torch.diff(self.cu_seqlens).long().square().sum())
 
     def pack(self, x: Tensor) -> Tensor:
         """(batch, length, ...) to (1, tokens, ...). A batch of one row, such as position_ids, is repeated for all rows."""
@@ -265,7 +269,7 @@ def counting(positions: Positions) -> Iterator[None]:
         _COUNT.reset(token)
 
 
-def count(given: int, computed: int, cu_seqlens: Tensor) -> None:
+def count(given: int, computed: int, pairs: Callable[[], int]) -> None:
     """Adds a call to the positions of the enclosing `counting` block, if there is one.
 
     Calls without gradients are not counted: losses that compute a batch twice begin with one.
@@ -273,4 +277,4 @@ def count(given: int, computed: int, cu_seqlens: Tensor) -> None:
     if (positions := _COUNT.get()) is not None and torch.is_grad_enabled():
         positions.given += given
         positions.computed += computed
-        positions.pairs += int(torch.diff(cu_seqlens).long().square().sum())
+        positions.pairs += pairs()
