@@ -7,15 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 
-from stoker.cli import main
-
-
-def test_it_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["selftest"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["ok"] * 3
+def test_it_passes_on_this_machine() -> None:
+    # in a process of its own: a package that another test imports may have loaded an OpenMP runtime, which it would report
+    command = [sys.executable, "-m", "stoker", "selftest"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok"] * 3
 
 
 def test_an_unsupported_instruction_set_fails_with_the_reason() -> None:
