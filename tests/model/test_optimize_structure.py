@@ -302,11 +302,6 @@ _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 OUTSIDE_THE_TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "T5": ("T5ForConditionalGeneration", "T5Config", {**_T5, "decoder_start_token_id": 0}),
     "Longformer": ("LongformerForMaskedLM", "LongformerConfig", {**_SMALL, **_NO_DROPOUT, "attention_window": 8}),
-    "DeBERTa": (
-        "DebertaV2ForMaskedLM",
-        "DebertaV2Config",
-        {**_SMALL, **_NO_DROPOUT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
-    ),
     "Funnel": ("FunnelForMaskedLM", "FunnelConfig", {**_FUNNEL, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
 }
 
