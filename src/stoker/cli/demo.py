@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         metavar="DIR",
         help="folder for model, data and report (stoker-demo, or stoker-demo-sft)",
     )
-    parser.add_argument("--seconds", type=parsing.seconds, metavar="S", help="time for training (170, with --sft 200)")
+    parser.add_argument("--seconds", type=parsing.seconds, metavar="S", help="time for training (170, with --sft 160)")
     parser.add_argument(
         "--questions", type=parsing.count, metavar="N", help="number of training questions, instead of --seconds"
     )
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     name = "stoker-demo-sft" if options.sft else "stoker-demo"
     chosen = {
         "folder": Path(name if options.output_dir is None else options.output_dir),
-        "seconds": options.seconds or (200.0 if options.sft else 170.0),
+        "seconds": options.seconds or (160.0 if options.sft else 170.0),
         "seed": options.seed,
         "model": options.model,
         "questions": options.questions,
