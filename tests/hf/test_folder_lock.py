@@ -24,10 +24,10 @@ import os, sys, time
 from pathlib import Path
 from stoker.hf.checkpointing import lock
 held = lock.take(Path(sys.argv[1]))
-child = os.fork() if "fork" in sys.argv else None
-if child == 0:
-    time.sleep(600)
-print(child, flush=True)
+if "fork" not in sys.argv:
+    print("locked", flush=True)
+elif os.fork() == 0:
+    print(os.getpid(), flush=True)  # the child says so itself: it has then closed what it inherited
 time.sleep(600)
 """
 
