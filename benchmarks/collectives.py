@@ -109,8 +109,8 @@ def work(megabytes: int, rounds: int) -> None:
         ("latency", "4 KB float32", torch.float32, 1024, 300),
     )
     for case, label, dtype, count, repeats in cases:
-        x = torch.ones(count, dtype=dtype)
-        medians = in_turns(groups, repeats, functools.partial(_allreduce_ones, x))
+        x = torch.zeros(count, dtype=dtype)  # sums stay the same
+        medians = in_turns(groups, repeats, functools.partial(_allreduce, x))
         copies = []
         for _ in range(repeats):
             dist.barrier(groups["ccl"])
@@ -126,10 +126,10 @@ def work(megabytes: int, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def _allreduce_ones(x: Any, group: Any) -> None:
+def _allreduce(x: Any, group: Any) -> None:
     import torch.distributed as dist
 
-    dist.all_reduce(x.fill_(1.0), group=group)
+    dist.all_reduce(x, group=group)
 
 
 def new_groups(backends: list[str]) -> dict[str, float]:
