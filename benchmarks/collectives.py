@@ -81,7 +81,7 @@ def work_on_matrix() -> None:
         "gather": lambda x, xs, ys, group: dist.gather(xs[0], ys if rank == 0 else None, 0, group=group),
         "scatter": lambda x, xs, ys, group: dist.scatter(ys[0], xs if rank == 0 else None, 0, group=group),
         "reduce_scatter": lambda x, xs, ys, group: dist.reduce_scatter(ys[0], xs, group=group),
-        "all_to_all": lambda x, xs, ys, group: dist.all_to_all_single(torch.cat(ys), x, group=group),
+        "all_to_all": lambda x, xs, ys, group: dist.all_to_all(ys, xs, group=group),
         "send and recv": lambda x, xs, ys, group: exchange(xs[0], ys[0], group),
     }
     for nbytes in MATRIX_BYTES:
