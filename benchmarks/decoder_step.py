@@ -229,7 +229,7 @@ def sides_of(name: str, chosen: list[str] | None) -> dict[str, Callable[[], Step
 
 
 def table(name: str, results: dict[str, Measured]) -> str:
-    base = next(iter(results.values()))
+    base = next((measured for measured in results.values() if not measured.note), Measured())
     lines = [CASES[name].title, f"{'side':24}{'step':>10}{'faster':>9}{'memory':>10}"]
     for side, measured in results.items():
         lines.append(

@@ -37,6 +37,7 @@ VARIABLES = {
     "module": {"Module"},
     "options": {"_Options"},
     "parser": {"_ActionsContainer"},
+    "rendezvous": {"torch.distributed.rendezvous"},
     "trl_utils": {"trl.trainer.utils"},
 }
 """The classes of other libraries whose objects have these names in Stoker's source."""

@@ -285,6 +285,10 @@ PARTS: dict[str, Part] = {
             "accelerate.utils:DistributedDataParallelKwargs(*, bucket_cap_mb, gradient_as_bucket_view)",
         ),
     ),
+    "own address": Part(
+        "scripts that choose the address of their ranks themselves wait for a store until their time-out",
+        ("torch.distributed.rendezvous:_create_c10d_store(hostname, port, rank, world_size, timeout, ...)",),
+    ),
     "elastic launch": Part(
         "several processes cannot be started",
         (

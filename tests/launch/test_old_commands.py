@@ -11,6 +11,7 @@ import pytest
 from live import SCRIPTS, STOKER, environment, launch, reports
 
 from rig import GUIDES_MPIRUN, Rig, mpi_environment
+from stoker.machine.network import free_port
 
 QA, NLP = str(SCRIPTS / "qa_style.py"), str(SCRIPTS / "nlp_style.py")
 TWO = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -85,9 +86,10 @@ def test_the_guides_yaml_for_many_machines_scaled_down(tmp_path: Path) -> None:
 
 
 @TWO
-def test_a_script_for_the_oneccl_bindings_runs_with_its_children() -> None:
-    """It reads PMI_RANK and PMI_SIZE, as under mpirun, and imports the old packages in processes that it starts."""
-    done = launch("-n", "2", str(SCRIPTS / "oneccl_script.py"))
+@pytest.mark.parametrize("address", ["variables", "tcp"])
+def test_a_script_for_the_oneccl_bindings_runs_with_its_children(address: str) -> None:
+    """As under mpirun it reads PMI_RANK and PMI_SIZE and chooses a port; it imports the old packages in its children."""
+    done = launch("-n", "2", str(SCRIPTS / "oneccl_script.py"), address, str(free_port()))
     assert done.returncode == 0, done.stderr
     assert "rank 0 of 2: [2.0, 2.0, 2.0] {'spawn': 1, 'forkserver': 1, 'loader': [1, 2, 3, 4]}" in done.stdout
     assert "rank 1 of 2: [2.0, 2.0, 2.0] {}" in done.stdout

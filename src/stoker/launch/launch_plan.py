@@ -165,6 +165,7 @@ def _variables(plan: Plan, planned: PlannedRank) -> dict[str, str]:
             "LOCAL_RANK": str(planned.local_rank),
             "PMI_RANK": str(planned.rank),
             "PMI_SIZE": str(plan.size),
+            "MPI_LOCALRANKID": str(planned.local_rank),
             "MASTER_ADDR": plan.address,
             "MASTER_PORT": str(plan.port) if plan.port else "(a free one)",
         }

@@ -28,7 +28,7 @@ from stoker import streams
 from stoker.errors import UserError
 from stoker.hf.checkpointing import command
 from stoker.launch.placement import binding
-from stoker.launch.rank import allocators, exchange, handover, hints, output
+from stoker.launch.rank import allocators, exchange, handover, hints, output, own_address
 from stoker.launch.rank.environment import Rank, discover
 from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
@@ -147,7 +147,9 @@ def _set_rank_variables(settings: Settings, rank: Rank | None) -> None:
         return
     if "PMI_FD" not in os.environ:  # scripts for the oneCCL bindings read these; Hydra has set them already
         os.environ.update(PMI_RANK=str(rank.rank), PMI_SIZE=str(rank.size))
+        os.environ.update(MPI_LOCALRANKID=str(rank.local_rank), MPI_LOCALNRANKS=str(rank.local_size))
     if rank.exchange == "given":  # torchrun has set everything
+        own_address.serve_own_addresses()
         return
     address, port = settings.master or exchange.agree(rank, os.environ)
     if settings.master and rank.exchange == "pmi":

@@ -1,7 +1,8 @@
-"""A script as the oneCCL bindings for PyTorch had them: rank and size from PMI, collectives, and children started afresh."""
+"""A script as the oneCCL bindings for PyTorch had them: rank and size from PMI, its own address, children started afresh."""
 
 import multiprocessing
 import os
+import sys
 
 import oneccl_bindings_for_pytorch  # noqa: F401  (registered the backend)
 import torch
@@ -27,7 +28,15 @@ def imported_in_a_child() -> int:
 if __name__ == "__main__":
     os.environ["RANK"] = os.environ.get("PMI_RANK", "0")
     os.environ["WORLD_SIZE"] = os.environ.get("PMI_SIZE", "1")
-    dist.init_process_group("ccl")
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
+    if sys.argv[1] == "variables":
+        os.environ.update(own)
+        dist.init_process_group("ccl")
+    else:
+        address = f"tcp://{own['MASTER_ADDR']}:{own['MASTER_PORT']}"
+        rank, size = int(os.environ["PMI_RANK"]), int(os.environ["PMI_SIZE"])
+        dist.init_process_group("ccl", init_method=address, rank=rank, world_size=size)
+    assert os.environ["MPI_LOCALRANKID"] == os.environ["LOCAL_RANK"]
     x = torch.ones(3)
     dist.all_reduce(x)
     dist.barrier()
