@@ -25,7 +25,7 @@ from stoker.run_report.log import RunLog
 if TYPE_CHECKING:
     from stoker.hf.trainer import Trainer
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "loss_name"]
 
 _LENGTHS_READ = 20_000  # rows of a dataset that does not know its lengths; reading more is not worth it for a histogram
 
@@ -103,7 +103,8 @@ class Recorder:
         if not self._on:
             return
         figures = {**logs, "step": self.trainer.state.global_step}
-        if "loss" in logs:
+        if (name := loss_name(logs)) is not None:
+            figures["loss"] = logs[name]
             meter = self.trainer._meter
             self.log.write(
                 "step", phases=getattr(meter, "last_phases", None), peak=getattr(meter, "peak", None), **figures
@@ -121,6 +122,17 @@ class Recorder:
     def end(self, reason: str) -> None:
         if self._on:
             self.log.write("end", reason=reason, step=self.trainer.state.global_step)
+
+
+def loss_name(logs: dict[str, Any]) -> str | None:
+    """The name of the loss in the figures of training steps; None if these are other figures.
+
+    Trainers may rename it before they pass the figures on, as SetFit's does (`embedding_loss`). The learning rate tells such figures
+    from what a script logs itself.
+    """
+    if "loss" in logs or "learning_rate" not in logs:
+        return "loss" if "loss" in logs else None
+    return next((name for name in logs if name.endswith("_loss")), None)
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -31,7 +31,7 @@ from stoker.hf.label_smoother import counts_items, labels_follow_for, smoother_f
 from stoker.hf.meter import Meter
 from stoker.hf.non_finite import NonFiniteLoss, require_finite_loss, require_finite_weights
 from stoker.hf.ranks import Ranks, averages_own_loss
-from stoker.hf.record import Recorder
+from stoker.hf.record import Recorder, loss_name
 from stoker.hf.seeded_batches import BatchSeeds
 from stoker.hf.trainer_events import TrainerEvents
 from stoker.model.sequences import counting
@@ -196,7 +196,7 @@ class Trainer(CheckpointingTrainer):
             super()._save_checkpoint(model, trial)
 
     def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
-        if self._meter is not None and "loss" in logs:
+        if self._meter is not None and loss_name(logs) is not None:
             logs.update(self._meter.take())
             logs.update(self.ranks.figures())
         super().log(logs, *args, **named)

@@ -1,6 +1,7 @@
 """The callback through which the parts of Stoker's Trainer follow training: clock, sampler, ranks, checkpoints, run log.
 
-One callback for all of them, because their order within an event matters.
+One callback for all of them, because their order within an event matters. The arguments are the trainer's own: SetFit's trainer
+passes an object of another class to callbacks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc]
         self._optimizer_began = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **rest: Any) -> Any:
-        trainer = self.trainer
+        trainer, args = self.trainer, self.trainer.args
         seeds = BatchSeeds(args.seed if args.data_seed is None else args.data_seed, args.process_index)
         trainer._batch_seeds = seed_batches(train_dataloader, seeds)
         trainer.ranks.train_begins()
@@ -64,7 +65,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if not self.trainer.ranks.step_ends(control):
             return
-        self.trainer._pending_evaluation.step_ended(args, state, control)
+        self.trainer._pending_evaluation.step_ended(self.trainer.args, state, control)
         if self.trainer._interrupts.on_any_rank():
             control.should_save = True
             control.should_evaluate = False
@@ -77,6 +78,6 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc]
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         trainer = self.trainer
-        if trainer._interrupts.received and trainer.is_in_train and args.world_size == 1:
+        if trainer._interrupts.received and trainer.is_in_train and trainer.args.world_size == 1:
             # An evaluation may take longer than the sender of the signal waits; the step before it is complete.
             trainer._save_checkpoint(trainer.model, None)
