@@ -62,7 +62,7 @@ def test_python_file_names_are_unique() -> None:
     """Except for `__init__`, and for the files that play the same part in each task."""
     repeated = repeated_names(ROOT, "*.py")
     del repeated["__init__"]
-    names = ("qa", "classify", "sft", "ner", "mlm", "embed", "rerank")
+    names = ("qa", "classify", "sft", "ner", "mlm", "embed", "rerank", "fewshot")
     tasks = {Path(f"tasks/{name}") for name in names}
     assert {name: folders for name, folders in repeated.items() if not folders <= tasks} == {}
 

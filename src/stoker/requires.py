@@ -53,6 +53,7 @@ VERSIONS = {
     "accelerate": Versions("1.3.0", "1.15.0", below="2"),
     "trl": Versions("1.16.0", "1.16.0", below="2"),
     "sentence-transformers": Versions("6.2.0", "6.2.0", below="7"),
+    "setfit": Versions("1.2.0", "1.2.0", below="2"),
 }
 
 
@@ -239,6 +240,10 @@ PARTS: dict[str, Part] = {
     "sentence-transformers trainers": Part(
         "`stoker train embed` and `stoker train rerank` cannot train",
         ("sentence_transformers:SentenceTransformerTrainer.add_model_card_callback(default_args_dict)",),
+    ),
+    "few-shot models": Part(
+        "`stoker train fewshot` cannot train",
+        ("sentence_transformers:SentenceTransformerTrainer._save(output_dir, ...)",),
     ),
     "TrainingArguments": Part(
         "retired arguments are not accepted",

@@ -14,6 +14,7 @@ __all__ = ["main"]
 _TASKS = {
     "qa": "answer questions from texts (SQuAD)",
     "classify": "classify texts or pairs of texts, or predict a number (GLUE)",
+    "fewshot": "classify texts, from a few examples of each class (SetFit)",
     "ner": "find named entities in texts",
     "mlm": "continue the pre-training of a model on texts, by masked words",
     "sft": "fine-tune a language model on chats, instructions, texts or preference pairs",
@@ -24,6 +25,11 @@ _SENTENCES = (["datasets", "sentence_transformers"], "sentence-transformers and 
 _NEEDS = {
     "sft": (["datasets", "peft", "trl"], "TRL, PEFT and datasets", "sft"),
     "ner": (["seqeval"], "transformers and seqeval", "ner"),
+    "fewshot": (
+        ["datasets", "sentence_transformers", "setfit"],
+        "SetFit, sentence-transformers and datasets",
+        "fewshot",
+    ),
     "embed": _SENTENCES,
     "rerank": _SENTENCES,
 }
@@ -35,6 +41,7 @@ _OVERVIEW = """usage: stoker train TASK [options]
 Fine-tunes a model, evaluates it, and writes it with a report of the run. Tasks:
   qa         answer questions from texts (SQuAD 1.1 and 2.0)
   classify   classify texts or pairs of texts, or predict a number for them (GLUE)
+  fewshot    classify texts, from eight examples of each class or as few as you have (SetFit)
   ner        find named entities in texts (CoNLL columns, spans)
   mlm        continue the pre-training of a model on your own texts, by masked words
   sft        fine-tune a language model on chats, instructions, texts or preference pairs
@@ -126,6 +133,40 @@ Data (TSV, CSV, JSON, JSON lines, Parquet; .gz too):
 example:
   stoker train classify --model_name_or_path bert-base-uncased --task_name mrpc --train_file train.tsv \\
     --validation_file dev.tsv --do_train --do_eval --per_device_train_batch_size 16 --learning_rate 2e-5 --output_dir out/mrpc
+
+--help-all lists every option.""",
+    "fewshot": """usage: stoker train fewshot --model_name_or_path MODEL --train_file FILE --output_dir DIR [options]
+
+Trains a classifier of texts on a few examples of each class, in minutes, by SetFit's method (pip install 'stoker[fewshot]'): an
+embedding model is trained on pairs of the examples, then a linear classifier on its embeddings.
+
+Data (TSV, CSV, JSON, JSON lines, Parquet; .gz too), a row per text:
+  --train_file, --validation_file, --test_file FILE; --dataset_name NAME on the hub
+  --examples_per_class 8          how many are used, drawn with --seed from a file that may have more
+  --text_column_names A           the column with the text (default: guessed by name)
+  --label_column_name B           the column with the class
+  --sampling_strategy oversampling   or undersampling, unique: which pairs are made
+  --num_iterations N              make 2 N pairs for each example instead, for many classes
+  --max_train_samples, --max_eval_samples N; --strict stops at the first row that cannot be used
+
+Model:
+  --model_name_or_path NAME       a folder, or the name of a model on the hub: a SentenceTransformer, or any encoder
+  --max_seq_length N              maximum tokens of a text (default: the model's own)
+  --bf16                          bf16 activations with fp32 weights, on any CPU
+
+Training:
+  --num_train_epochs 1, --max_steps N, --learning_rate 2e-5, --warmup_steps 0.1, --weight_decay 0.01, --seed 42
+  --per_device_train_batch_size 16   pairs per batch; or --tokens_per_batch N
+  --do_predict                    predict the test file
+  --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
+  --samples 3                     examples in the report, before and after training
+  --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
+  --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train fewshot ...
+
+example:
+  stoker train fewshot --model_name_or_path sentence-transformers/all-MiniLM-L6-v2 --train_file train.csv \\
+    --validation_file dev.csv --output_dir out/fewshot
+  stoker use --model out/fewshot --text "The parcel never arrived."
 
 --help-all lists every option.""",
     "ner": """usage: stoker train ner --model_name_or_path MODEL --train_file FILE --output_dir DIR --do_train [options]

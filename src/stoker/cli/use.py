@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
     from stoker.tasks.loading import quiet
 
     quiet()
+    from stoker.tasks.fewshot.classifier_head import has_head
     from stoker.tasks.use.model_kind import model_kind
 
     kind = options.kind or model_kind(options.model)
@@ -54,8 +56,10 @@ def main(argv: list[str]) -> int:
         return ask.main(_ask_arguments(options))
     if kind == "chat":
         return chat.main(["--model", options.model, *_given("--prompt", options.query or _one_text(options))])
-    if kind in ("embed", "rerank"):
+    searches = kind in ("embed", "rerank")
+    if searches or has_head(Path(options.model)):
         parsing.require_packages("stoker use", ["sentence_transformers"], "sentence-transformers", extra="embed")
+    if searches:
         return _search(kind, options)
     if options.query:
         raise UserError(f"--query is for models that search texts; this one ({kind}) takes --text or --file")

@@ -127,8 +127,8 @@ class Recorder:
 def loss_name(logs: dict[str, Any]) -> str | None:
     """The name of the loss in the figures of training steps; None if these are other figures.
 
-    Trainers may rename it before they pass the figures on, as SetFit's does (`embedding_loss`). The learning rate tells such figures
-    from what a script logs itself.
+    Trainers may rename it before they pass the figures on, as SetFit's does (`embedding_loss`). The learning rate tells such
+    figures from what a script logs itself.
     """
     if "loss" in logs or "learning_rate" not in logs:
         return "loss" if "loss" in logs else None

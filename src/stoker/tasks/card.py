@@ -17,13 +17,14 @@ __all__ = ["model_card"]
 
 _PIPELINES = {
     "qa": "question-answering", "classify": "text-classification", "sft": "text-generation", "ner": "token-classification",
-    "mlm": "fill-mask", "embed": "sentence-similarity", "rerank": "text-ranking",
+    "mlm": "fill-mask", "embed": "sentence-similarity", "rerank": "text-ranking", "fewshot": "text-classification",
 }  # fmt: skip
-_LIBRARIES = {"embed": "sentence-transformers", "rerank": "sentence-transformers"}
+_LIBRARIES = dict.fromkeys(("embed", "rerank", "fewshot"), "sentence-transformers")
 """Libraries that load the models of a task; transformers does, unless it is listed."""
 _TAGS = {
     "embed": ["sentence-transformers", "feature-extraction"],
     "rerank": ["sentence-transformers", "cross-encoder", "reranker"],
+    "fewshot": ["setfit", "sentence-transformers"],
 }
 _USES = {
     "qa": """import torch
@@ -50,6 +51,17 @@ model = SentenceTransformer("{path}")
 queries = model.encode_query(["Who wrote the letter?"])
 documents = model.encode_document(["Ada wrote it in 1843.", "The mill burned down."])
 print(model.similarity(queries, documents))""",
+    "fewshot": """import json
+from pathlib import Path
+
+from safetensors.numpy import load_file
+from sentence_transformers import SentenceTransformer
+
+folder = Path("{path}")
+model, head = SentenceTransformer(str(folder)), load_file(folder / "model_head.safetensors")
+labels = json.loads((folder / "config_setfit.json").read_text())["labels"]
+scores = model.encode(["One sentence."]) @ head["weight"].T + head["bias"]
+print(labels[scores[0].argmax()])""",
     "ner": """from transformers import pipeline
 
 find = pipeline("ner", model="{path}", aggregation_strategy="first", device="cpu")
@@ -150,7 +162,11 @@ def _use(job: Any, trainer: Any) -> str:
     path = trainer.hub_model_id if job.args.push_to_hub else job.args.output_dir
     if job.task == "sft":
         return _use_of_language_model(trainer, str(path))
-    lines = _USES[job.task].replace("{path}", str(path)).splitlines()
+    use = _USES[job.task]
+    if job.task == "fewshot" and job.args.push_to_hub:
+        use = use.replace('Path("{path}")', 'Path(snapshot_download("{path}"))')
+        use = use.replace("from safetensors", "from huggingface_hub import snapshot_download\nfrom safetensors")
+    lines = use.replace("{path}", str(path)).splitlines()
     if job.task == "classify" and trainer.model.config.problem_type == "regression":
         lines[-1] = _NUMBER
     return "\n".join(lines)

@@ -117,6 +117,7 @@ _AT_LEAST_1 = (
     "n_best_size", "max_answer_length", "max_train_samples", "max_eval_samples", "max_predict_samples",
     "preprocessing_num_workers", "tokens_per_batch", "per_device_train_batch_size", "per_device_eval_batch_size",
     "gradient_accumulation_steps", "eval_accumulation_steps", "lora_r", "lora_alpha", "mine_negatives", "mini_batch_size",
+    "examples_per_class", "num_iterations",
 )  # fmt: skip
 _AT_LEAST_0 = (
     "doc_stride", "dataloader_num_workers", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",

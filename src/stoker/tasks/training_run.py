@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from stoker.whole_files import write_text
 
 __all__ = [
     "Job", "begin", "cut", "finish", "machine_rates", "make_trainer", "train", "wanted_splits", "write_json",
+    "write_predictions",
 ]  # fmt: skip
 
 log = logging.getLogger("stoker")
@@ -203,6 +204,16 @@ def write_json(path: Path, content: Any) -> None:
     """Writes atomically, so that a kill cannot leave half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_predictions(
+    job: Job, ids: Sequence[str], predictions: Iterable[str], name: str = "predict_results.txt"
+) -> None:
+    """Writes the predictions of the test file, one per line after its id."""
+    path = Path(job.args.output_dir) / name
+    lines = (f"{one}\t{prediction}\n" for one, prediction in zip(ids, predictions, strict=True))
+    write_text(path, "index\tprediction\n" + "".join(lines))
+    job.print(f"{len(ids):,} predictions in {path}")
 
 
 def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:

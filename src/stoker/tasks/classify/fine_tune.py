@@ -3,19 +3,17 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stoker.errors import UserError
 from stoker.hf.trainer import Trainer
-from stoker.numbers import finite_number
-from stoker.tasks import hub, training_run
-from stoker.tasks.classify.data import GLUE, Example, Labels, choose_columns, collect, read_examples
+from stoker.tasks import training_run
+from stoker.tasks.classify.data import GLUE, Example, Labels
 from stoker.tasks.classify.features import Rows, make_rows
+from stoker.tasks.classify.labelled_examples import check_labels, split_examples
 from stoker.tasks.classify.metrics import METRICS, is_combined, measure
-from stoker.tasks.faults import Faults
 from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, row_length
 from stoker.tasks.training_options import DataOptions, check_best, check_label_names
 
@@ -161,7 +159,7 @@ def _data(job: training_run.Job, regression: bool) -> tuple[dict[str, Sequence[E
     classes: tuple[str, ...] = ()
     for split in training_run.wanted_splits(job.args):
         for number, part in enumerate(_parts(job.data, split)):
-            examples, names = _examples(job, split, part, regression)
+            examples, names = split_examples(job, split, part=part, task=job.data.task_name, regression=regression)
             raw[_SECOND[split] if number else split] = examples
             classes = classes or names
     return raw, classes
@@ -173,41 +171,6 @@ def _parts(options: Any, split: str) -> tuple[str, ...]:
     return GLUE[options.task_name].parts if from_glue and not getattr(options, f"{split}_file") else ("",)
 
 
-def _examples(
-    job: training_run.Job, split: str, part: str, regression: bool
-) -> tuple[Sequence[Example], tuple[str, ...]]:
-    options = job.data
-    file, most = job.source(split)
-    columns = _text_columns(options.text_column_names)
-    choices: dict[str, Any] = {
-        "texts": columns, "label": options.label_column_name, "task": options.task_name,
-        "regression": regression, "labelled": split != "test",
-    }  # fmt: skip
-    if file:
-        return training_run.cut(read_examples(file, strict=options.strict, **choices), most), ()
-    name, config = options.dataset_name, options.dataset_config_name
-    if name is None:
-        name, config = "nyu-mll/glue", options.task_name
-    found = hub.load_split(name, config, split + part, job.model)
-    faults = Faults(found.name, options.strict)
-    examples = collect(found.rows(named=not regression), faults, **choices)
-    faults.settle(len(examples))
-    classes: tuple[str, ...] = ()
-    if found.columns and split != "test":
-        label = choose_columns(list(found.columns), columns, options.label_column_name, options.task_name).label
-        classes = found.columns.get(str(label), ())
-    return training_run.cut(examples, most), classes
-
-
-def _text_columns(text: str | None) -> list[str] | None:
-    if not text:
-        return None
-    names = [name.strip() for name in text.split(",")]
-    if len(names) > 2 or not all(names):
-        raise UserError(f"--text_column_names {text}: name one column, or two for pairs of texts, separated by a comma")
-    return names
-
-
 def _labels(job: training_run.Job, raw: dict[str, Sequence[Example]], classes: tuple[str, ...]) -> Labels:
     """The classes: without training those of the model, if they cover the data; else those of the data."""
     source = raw.get("train") or raw.get("validation") or []
@@ -216,40 +179,17 @@ def _labels(job: training_run.Job, raw: dict[str, Sequence[Example]], classes: t
         config = load_config(job.model)
         known = [config.id2label[i] for i in range(len(config.id2label))]
     labels = Labels.of(source, known, classes) if source else Labels(tuple(known))
-    if len(labels.names) < 2:
-        raise UserError(
-            f"the label has {len(labels.names)} value ({', '.join(labels.names)}); classification needs two or more"
-        )
-    if _are_fractions(labels.names):
-        raise UserError(
-            f"the label is a fractional number ({labels.names[0]}, ...); use --do_regression, or name another "
-            "column with --label_column_name"
-        )
-    for split, examples in raw.items():
-        strange = sorted({str(e.label) for e in examples if e.label is not None} - set(labels.names))
-        if strange:
-            raise UserError(
-                f"the {split} data has labels that the training data does not have: {', '.join(strange[:5])}"
-            )
+    check_labels(labels, raw, for_numbers="--do_regression")
     return labels
-
-
-def _are_fractions(labels: Sequence[str]) -> bool:
-    numbers = [finite_number(label) for label in labels]
-    return None not in numbers and not all(float(number or 0).is_integer() for number in numbers)
 
 
 def _predict(job: training_run.Job, trainer: Trainer, rows: Rows, labels: Labels | None, name: str) -> None:
     logits = trainer.predict(rows).predictions
     if not job.args.should_save:
         return
-    path = Path(job.args.output_dir) / name
-    with open(path, "w", encoding="utf-8") as file:
-        file.write("index\tprediction\n")
-        for number, row in enumerate(logits.reshape(len(rows), -1)):
-            prediction = f"{row[0]:.4f}" if labels is None else labels.names[int(row.argmax())]
-            file.write(f"{rows.examples[number].id}\t{prediction}\n")
-    job.print(f"{len(rows):,} predictions in {path}")
+    found = logits.reshape(len(rows), -1)
+    predictions = (f"{row[0]:.4f}" if labels is None else labels.names[int(row.argmax())] for row in found)
+    training_run.write_predictions(job, [one.id for one in rows.examples], predictions, name)
 
 
 def _report_examples(trainer: Trainer, rows: Rows, labels: Labels | None, most: int = 6) -> list[dict[str, Any]]:

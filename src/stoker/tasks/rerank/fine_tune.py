@@ -5,7 +5,6 @@ sentence-transformers' trainer, losses and evaluators do the work, on rows that 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from stoker.tasks.sentences.report_examples import Examples, FirstTexts, PairSco
 from stoker.tasks.sentences.st_models import load_cross_encoder, load_sentence_transformer, set_row_length
 from stoker.tasks.sentences.text_options import TextOptions, read_corpus, read_split
 from stoker.tasks.sentences.text_rows import CLASSED, LABELLED, SCORED, TextRows
-from stoker.whole_files import write_text
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
@@ -192,9 +190,5 @@ def _scores(model: Any, pairs: Sequence[tuple[str, ...]]) -> NDArray[Any]:
 def _predict(job: training_run.Job, model: Any, rows: TextRows, classes: Sequence[str]) -> None:
     """Scores the pairs of the test file; of triplets, the second text."""
     found = _scores(model, [row[:2] for row in rows.texts])
-    lines = ["index\tprediction"]
-    for number, score in enumerate(found):
-        lines.append(f"{number}\t{classes[int(score.argmax())] if classes else f'{float(score):.4f}'}")
-    path = Path(job.args.output_dir) / "predict_results.txt"
-    write_text(path, "\n".join(lines) + "\n")
-    job.print(f"{len(rows):,} predictions in {path}")
+    predictions = (classes[int(score.argmax())] if classes else f"{float(score):.4f}" for score in found)
+    training_run.write_predictions(job, [str(number) for number in range(len(rows))], predictions)

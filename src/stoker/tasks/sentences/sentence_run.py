@@ -1,4 +1,4 @@
-"""What `stoker train embed` and `rerank` do alike: defaults, the choice of the loss, training, evaluation, examples."""
+"""What `stoker train embed`, `rerank` and `fewshot` share: defaults, the choice of the loss, training, evaluation, examples."""
 
 from __future__ import annotations
 
@@ -94,10 +94,13 @@ def build_loss(job: training_run.Job, module: Any, loss: Loss, model: Any, **mor
     return make_loss(module, loss, model, settings)
 
 
-def prepare_evaluation(job: training_run.Job, metrics: Sequence[str]) -> None:
-    """Checks options about metrics, the last of which is the main one. The model is also evaluated before training."""
+def prepare_evaluation(job: training_run.Job, metrics: Sequence[str], *, loss: bool = True) -> None:
+    """Checks options about metrics, the last of which is the main one. The model is also evaluated before training.
+
+    `loss`: whether evaluation measures it, too.
+    """
     args = job.args
-    check_best(args, job.argv, ["loss", *metrics], metrics[-1])
+    check_best(args, job.argv, [*(["loss"] if loss else []), *metrics], metrics[-1])
     new = given("overwrite_output_dir", job.argv) or folders.last_good(Path(args.output_dir)) is None
     if args.do_train and not given("eval_on_start", job.argv):
         args.eval_on_start = new and not args.resume_from_checkpoint

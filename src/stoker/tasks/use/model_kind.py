@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stoker.documents import BadDocument, parse_json
 from stoker.errors import UserError
+from stoker.tasks.fewshot.classifier_head import has_head, has_pickled_head
 from stoker.tasks.loading import config_of
 from stoker.user_files import read_text
 
@@ -42,6 +43,13 @@ def model_kind(name: str) -> str:
     if (folder / "adapter_config.json").is_file():
         return "chat"
     if (folder / "modules.json").is_file():
+        if has_head(folder):
+            return "classify"
+        if has_pickled_head(folder):
+            raise UserError(
+                f"{name} was saved by SetFit, with its classifier as a pickle, which can run any code when it is loaded and is "
+                "not opened here; train it with `stoker train fewshot`, or search by its embeddings with --as embed"
+            )
         return "rerank" if _is_cross_encoder(folder) else "embed"
     if os.path.isdir(name) and not (folder / "config.json").exists():
         raise UserError(f"{name} does not contain a model: it has no config.json")

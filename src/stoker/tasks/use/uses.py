@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from stoker.errors import UserError
 from stoker.model import optimize
+from stoker.tasks.fewshot.classifier_head import Head, has_head
 from stoker.tasks.loading import load_pretrained, loaded, most_tokens
 from stoker.tasks.sentences.st_models import Loader
 
@@ -39,6 +41,8 @@ def load_use(kind: str, name: str, texts: Sequence[str], top: int) -> Use:
         return _Embed(name, texts, top)
     if kind == "rerank":
         return _Rerank(name, texts, top)
+    if kind == "classify" and has_head(Path(name)):
+        return _FewShot(name, top)
     kinds: dict[str, type[_Pipeline]] = {"classify": _Classify, "tag": _Tag, "fill": _Fill}
     return kinds[kind](name, top)
 
@@ -78,7 +82,29 @@ class _Classify(_Pipeline):
         return [_rounded(row) for row in self.pipeline(inputs, top_k=self.top)]
 
     def shown(self, row: dict[str, Any]) -> str:
-        return f"{row['score']:.3f}  {row['label']}"
+        return _shown_class(row)
+
+
+class _FewShot(Use):
+    """A classifier over embeddings, of `stoker train fewshot`."""
+
+    def __init__(self, name: str, top: int) -> None:
+        from sentence_transformers import SentenceTransformer
+
+        self.model, self.top = _optimized(SentenceTransformer, "embedding model", name), top
+        self.head = Head.load(Path(name), int(self.model.get_embedding_dimension()))
+
+    def __call__(self, said: str) -> Found:
+        (found,) = self.head.probabilities(self.model.encode([said], show_progress_bar=False, convert_to_numpy=True))
+        best = (-found).argsort(kind="stable")[: self.top]
+        return [_rounded({"label": self.head.labels[n], "score": found[n]}) for n in best.tolist()]
+
+    def shown(self, row: dict[str, Any]) -> str:
+        return _shown_class(row)
+
+
+def _shown_class(row: dict[str, Any]) -> str:
+    return f"{row['score']:.3f}  {row['label']}"
 
 
 class _Tag(_Pipeline):
