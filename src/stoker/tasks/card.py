@@ -115,6 +115,8 @@ def model_card(job: Any, trainer: Any, metrics: dict[str, Any], run: Run) -> str
     settings = "\n".join(f"- {name}: {_plain(getattr(job.args, name))}" for name in shown)
     if stored := getattr(job.data, "frozen_weights", None):
         settings += f"\n- frozen_weights: {stored}, the form in which the weights of the base model were stored"
+    if drawn := getattr(job.data, "examples_per_class", None):
+        settings += f"\n- examples_per_class: {drawn}, drawn from the training data with the seed"
     trained = run.others.get("trained", {})
     seconds = trained.get("train_runtime")
     spent = (

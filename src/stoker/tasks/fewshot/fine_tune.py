@@ -47,8 +47,8 @@ class FewshotOptions(DataOptions):
     sampling_strategy: str = field(
         default="oversampling",
         metadata={
-            "help": "Which pairs are made: all, as many of one class as of different ones (oversampling), as many as there are of "
-            "the rarer kind (undersampling), or each once (unique).",
+            "help": "Which pairs are made: all, as many of one class as of different ones (oversampling), as many as there are "
+            "of the rarer kind (undersampling), or each once (unique).",
             "choices": STRATEGIES,
         },
     )
