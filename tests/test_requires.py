@@ -170,7 +170,12 @@ def test_every_listed_private_name_is_used() -> None:
     assert [name for name in sorted(private) if not re.search(rf"\b{name}\b", everything)] == []
 
 
-_NEED_TRANSFORMERS_5 = ("stoker.tasks.sentences.", "stoker.tasks.embed.", "stoker.tasks.rerank.", "stoker.tasks.fewshot.")
+_NEED_TRANSFORMERS_5 = (
+    "stoker.tasks.sentences.",
+    "stoker.tasks.embed.",
+    "stoker.tasks.rerank.",
+    "stoker.tasks.fewshot.",
+)
 """They import sentence-transformers, whose accepted versions do."""
 
 

@@ -243,7 +243,12 @@ PARTS: dict[str, Part] = {
     ),
     "few-shot models": Part(
         "`stoker train fewshot` cannot train",
-        ("sentence_transformers:SentenceTransformerTrainer._save(output_dir, ...)",),
+        (
+            "sentence_transformers:SentenceTransformerTrainer._save(output_dir, ...)",
+            "setfit:SetFitModel.fit(x_train, y_train, num_epochs, ...)",
+            "setfit:sample_dataset(dataset, label_column, num_samples, seed)",
+            "setfit.sampler:ContrastiveDataset(*, num_iterations, sampling_strategy, max_pairs)",
+        ),
     ),
     "TrainingArguments": Part(
         "retired arguments are not accepted",
