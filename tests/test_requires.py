@@ -70,9 +70,8 @@ def clear_caches() -> Iterator[None]:
 
 @pytest.mark.parametrize("part", requires.PARTS)
 def test_the_installed_libraries_have_what_each_part_needs(part: str) -> None:
-    if part in ("attention interface", "TRL head", "sentence-transformers trainers") and requires.release(
-        metadata.version("transformers")
-    ) < (5,):
+    for_5 = ("attention interface", "TRL head", "sentence-transformers trainers", "few-shot models")
+    if part in for_5 and requires.release(metadata.version("transformers")) < (5,):
         pytest.skip("not used with transformers 4")
     assert requires.missing(part) == ()
 

@@ -85,7 +85,7 @@ def test_a_missing_or_invalid_label_is_a_bad_row(
     ("labels", "fractions"), [(("0", "0.5"), True), (("0.0", "1.0"), False), (("no", "0.5"), False)]
 )
 def test_fractional_labels_are_not_treated_as_classes(labels: tuple[str, ...], fractions: bool) -> None:
-    from stoker.tasks.classify.fine_tune import _are_fractions
+    from stoker.tasks.classify.labelled_examples import _are_fractions
 
     assert _are_fractions(labels) is fractions
 
@@ -188,7 +188,7 @@ def test_a_number_of_5000_digits_costs_at_most_its_own_row(tmp_path: Path) -> No
         assert [(example.id, example.label) for example in found] == [("1", digits), (digits, "1")]
         with pytest.raises(UserError, match=r"1 of 2 rows .* cannot be used"):
             read_examples(tmp_path / name, regression=True)
-    from stoker.tasks.classify.fine_tune import _are_fractions
+    from stoker.tasks.classify.labelled_examples import _are_fractions
 
     assert not _are_fractions([digits, "1"])
 
