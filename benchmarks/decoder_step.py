@@ -26,6 +26,7 @@ from typing import Any
 
 from lengths import ALPACA
 from sides import Measured, Step, measure
+from training_step import LossOf, optimized_step, stock_step
 
 Rows = tuple[tuple[int, int], ...]
 """Tokens of each row, and how many of them, the last ones, have a label."""
@@ -88,7 +89,7 @@ def build_model(case: Case) -> Any:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-    return model.train()
+    return model
 
 
 def batch(case: Case, number: int, flat: bool) -> dict[str, Any]:
@@ -126,41 +127,18 @@ def batch(case: Case, number: int, flat: bool) -> dict[str, Any]:
     }
 
 
-def training(case: Case, flat: bool, prepare: Callable[[Any, Any], Any], autocast: bool, clip: Any = None) -> Step:
-    """The Trainer's step: forward, backward, clipping, fused AdamW."""
-    import torch
-
-    clip = clip or torch.nn.utils.clip_grad_norm_
-    model = build_model(case)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-    model = prepare(model, optimizer)
-
-    def step(number: int) -> None:
-        inputs = batch(case, number, flat)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(**inputs).loss
-        loss.backward()
-        clip(parameters, 1.0)
-        optimizer.step()
-        model.zero_grad()
-
-    return step
+def loss_of(case: Case, flat: bool) -> LossOf:
+    return lambda model, number: model(**batch(case, number, flat)).loss
 
 
 def stock(name: str, flat: bool = False, autocast: bool = False) -> Step:
-    return training(CASES[name], flat, lambda model, _: model, autocast)
+    case = CASES[name]
+    return stock_step(build_model(case), loss_of(case, flat), autocast=autocast, lr=1e-5)
 
 
 def stoker(name: str, dtype: str = "float32", **switches: Any) -> Step:
-    import torch
-
-    from stoker.model import clip_grad_norm_, optimize
-
-    def prepare(model: Any, optimizer: Any) -> Any:
-        return optimize(model, optimizer, dtype=getattr(torch, dtype), **switches)[0]
-
-    return training(CASES[name], False, prepare, False, clip_grad_norm_)
+    case = CASES[name]
+    return optimized_step(build_model(case), loss_of(case, flat=False), dtype, lr=1e-5, **switches)
 
 
 def products_alone(name: str, dtype: str = "float32") -> Step:

@@ -2,7 +2,7 @@
 
 A process of its own because allocator settings and thread pools are process-wide; in turn because a shared machine runs at
 half speed a minute later, and then all sides must suffer alike. A side is a function that builds its state and returns a
-function of the step number; only one process computes at any time, the others wait at a pipe.
+function of the step number, which may return its loss; only one process computes at any time, the others wait at a pipe.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Measured", "measure"]
+__all__ = ["Measured", "Step", "measure"]
 
-Step = Callable[[int], None]
+Step = Callable[[int], float | None]
 
 
 @dataclass
@@ -27,6 +27,8 @@ class Measured:
     """What one side took."""
 
     seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """What the steps returned, if they did."""
     faults: list[int] = field(default_factory=list)
     """Minor page faults of each step."""
     peak_bytes: int = 0
@@ -49,6 +51,7 @@ class Measured:
         return {
             "median_seconds": self.median,
             "seconds": self.seconds,
+            "losses": self.losses,
             "faults_per_step": statistics.median(self.faults) if self.faults else None,
             "peak_bytes": self.peak_bytes,
             "note": self.note,
@@ -83,8 +86,9 @@ def measure(
                 del pipes[name]
                 say(f"  {name}: ended at step {number - warm_up + 1}: {answer}")
                 continue
-            seconds, faults, peak = answer
+            seconds, faults, peak, loss = answer
             results[name].seconds.append(seconds)
+            results[name].losses += [] if loss is None else [loss]
             results[name].faults.append(faults)
             results[name].peak_bytes = peak
         say(
@@ -115,10 +119,10 @@ def _serve(build: Callable[[], Step], pipe: Connection) -> None:
         while (number := pipe.recv()) is not None:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             begin = time.perf_counter()
-            step(number)
+            loss = step(number)
             seconds = time.perf_counter() - begin
             usage = resource.getrusage(resource.RUSAGE_SELF)
-            pipe.send((seconds, usage.ru_minflt - faults, usage.ru_maxrss * 1024))
+            pipe.send((seconds, usage.ru_minflt - faults, usage.ru_maxrss * 1024, loss))
     except Exception as error:
         traceback.print_exc()
         pipe.send(f"{type(error).__name__}: {error}")

@@ -24,6 +24,7 @@ from typing import Any
 
 from lengths import MRPC, SQUAD
 from sides import Measured, Step, measure
+from training_step import LossOf, optimized_step, stock_step
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,11 @@ CASES = {
     "bert-mrpc": Case("BERT-base, MRPC, batch 16", 768, 12, "classify", MRPC, None),
     "minilm-mrpc": Case("MiniLM-L6, MRPC, batch 16", 384, 6, "classify", MRPC, None),
     "deberta-qa": Case("DeBERTa-v3-small, SQuAD, batch 12, max 384", 768, 6, "qa", SQUAD, 384, "DebertaV2"),
+    "bert-mlm": Case("BERT-base, masked LM, 4 full rows of 512", 768, 12, "mlm", ((512,) * 4,), None),
     "deberta-mrpc": Case("DeBERTa-v3-small, MRPC, batch 16", 768, 6, "classify", MRPC, None, "DebertaV2"),
 }
 HEADS = 12
+MASK_TOKEN = 103
 MORE: dict[str, dict[str, Any]] = {
     "Bert": {"vocab_size": 30522},
     "DebertaV2": {  # as microsoft/deberta-v3-small has it
@@ -66,7 +69,14 @@ MORE: dict[str, dict[str, Any]] = {
 """What the configuration of a family has beside its size."""
 
 
-def build_model(case: Case) -> Any:
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+"""What makes the losses of all sides equal."""
+HEAD_OF_TASK = {"qa": "QuestionAnswering", "classify": "SequenceClassification", "mlm": "MaskedLM"}
+MASKED = 0.15
+"""The share of tokens that a masked language model is trained to predict."""
+
+
+def build_model(case: Case, dropout: bool = True) -> Any:
     import torch
     import transformers
 
@@ -78,9 +88,9 @@ def build_model(case: Case) -> Any:
         num_attention_heads=HEADS,
         intermediate_size=4 * case.hidden,
         num_labels=2,
+        **({} if dropout else NO_DROPOUT),
     )
-    head = "QuestionAnswering" if case.task == "qa" else "SequenceClassification"
-    return getattr(transformers, f"{case.family}For{head}")(config).train()
+    return getattr(transformers, f"{case.family}For{HEAD_OF_TASK[case.task]}")(config)
 
 
 def batch(case: Case, number: int, pad_to: int | None) -> dict[str, Any]:
@@ -98,58 +108,34 @@ def batch(case: Case, number: int, pad_to: int | None) -> dict[str, Any]:
     if case.task == "qa":
         spots = torch.tensor([length // 2 for length in lengths])
         return {**inputs, "start_positions": spots, "end_positions": spots}
+    if case.task == "mlm":
+        masked = torch.rand(ids.shape, generator=generator) < MASKED
+        labels = ids.masked_fill(~masked | ~mask, -100)
+        return {**inputs, "input_ids": ids.masked_fill(masked & mask, MASK_TOKEN), "labels": labels}
     return {**inputs, "labels": torch.arange(len(lengths)) % 2}
 
 
-def training(
-    case: Case,
-    pad_to: int | None,
-    prepare: Callable[[Any, Any], Any],
-    autocast: bool = False,
-    clip: Callable[..., Any] | None = None,
-) -> Step:
-    """The Trainer's step on a model that `prepare` may change, with the clipping that Trainer uses."""
-    import torch
-
-    clip = clip or torch.nn.utils.clip_grad_norm_
-    model = build_model(case)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, fused=True)
-    model = prepare(model, optimizer)
-
-    def step(number: int) -> None:
-        inputs = batch(case, number, pad_to)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(**inputs).loss
-        loss.backward()
-        clip(model.parameters(), 1.0)
-        optimizer.step()
-        model.zero_grad()
-
-    return step
+def loss_of(case: Case, pad_to: int | None) -> LossOf:
+    return lambda model, number: model(**batch(case, number, pad_to)).loss
 
 
-def stock(name: str, dynamic: bool = False, autocast: bool = False) -> Step:
+def stock(name: str, dynamic: bool = False, autocast: bool = False, dropout: bool = True) -> Step:
     case = CASES[name]
-    return training(case, None if dynamic else case.pad_to, lambda model, _: model, autocast)
+    pad_to = None if dynamic else case.pad_to
+    return stock_step(build_model(case, dropout), loss_of(case, pad_to), autocast=autocast)
 
 
 def compiled(name: str) -> Step:
     import torch
 
-    return training(CASES[name], CASES[name].pad_to, lambda model, _: torch.compile(model))
+    case = CASES[name]
+    return stock_step(build_model(case), loss_of(case, case.pad_to), lambda model, _: torch.compile(model))
 
 
-def stoker(name: str, dtype: str = "float32", **switches: Any) -> Step:
-    import torch
-
-    import stoker
-    from stoker.model import clip_grad_norm_
-
-    def prepare(model: Any, optimizer: Any) -> Any:
-        return stoker.optimize(model, optimizer, dtype=getattr(torch, dtype), **switches)[0]
-
+def stoker(name: str, dtype: str = "float32", dropout: bool = True, **switches: Any) -> Step:
+    case = CASES[name]
     # Stoker's own collator would not pad to the maximum, but stock's does, and it must not matter.
-    return training(CASES[name], CASES[name].pad_to, prepare, clip=clip_grad_norm_)
+    return optimized_step(build_model(case, dropout), loss_of(case, case.pad_to), dtype, **switches)
 
 
 def before(build: Callable[[], Step], source: str, native: str) -> Step:
@@ -175,6 +161,7 @@ def products_alone(name: str) -> Step:
     ]
     relative = case.family == "DebertaV2"
     both = torch.randn(2 * width, width)  # the projections of relative positions
+    vocabulary = torch.randn(MORE[case.family]["vocab_size"] if case.task == "mlm" else 0, width)
 
     def all_three(rows: int, weight: torch.Tensor) -> None:
         x, dy = (torch.empty(rows, n) for n in (weight.shape[1], weight.shape[0]))
@@ -184,6 +171,9 @@ def products_alone(name: str) -> Step:
 
     def step(number: int) -> None:
         lengths = case.lengths[number % len(case.lengths)]
+        if case.task == "mlm":  # the head, on masked tokens only
+            for weight in (weights[1], vocabulary):
+                all_three(round(MASKED * sum(lengths)), weight)
         for _ in range(case.layers):
             for weight in weights:
                 all_three(sum(lengths), weight)
