@@ -46,22 +46,3 @@ def test_an_unmodified_script_of_sentence_transformers_learns_as_stock(tmp_path:
     measured = [entry for entry in ours if "loss" in entry]
     assert all(entry["tokens_per_second"] > 0 and entry["padding_avoided"] > 0 for entry in measured), ours
     assert (tmp_path / "ours" / "final" / "model.safetensors").exists()
-
-
-def test_sentence_transformers_load_the_attention_of_stoker(tmp_path: Path) -> None:
-    import torch
-    from sentence_transformers import SentenceTransformer
-
-    import stoker
-
-    assert stoker.__version__
-    bert = str(save_tiny_bert(tmp_path / "bert"))
-    texts = ["a word", "some more words than that", "one"]
-    stock, ours = (
-        SentenceTransformer(bert, device="cpu", model_kwargs={"attn_implementation": name})
-        for name in ("sdpa", "stoker")
-    )
-    assert ours[0].auto_model.config._attn_implementation == "stoker"
-    torch.testing.assert_close(
-        ours.encode(texts, convert_to_tensor=True), stock.encode(texts, convert_to_tensor=True), rtol=1e-4, atol=1e-5
-    )

@@ -40,6 +40,8 @@ def pair(number: int) -> dict[str, Any]:
 
 
 PAIRS = [{"sentence1": f"a {n}", "sentence2": f"b {n}", "label": n % 2, "idx": n} for n in range(16)]
+TAGGED = [{"tokens": ["Ada", "wrote", str(n)], "ner_tags": ["B-PER", "O", "O"]} for n in range(16)]
+TEXTS = [{"text": f"A text about the number {n}."} for n in range(40)]
 WINDOW = ["--max_seq_length", "96", "--doc_stride", "16"]
 
 
@@ -119,30 +121,44 @@ def test_hub_labels_may_be_missing_or_regression_targets() -> None:
 
 
 @REAL
-@pytest.mark.parametrize(("task", "rows"), [("qa", SQUAD), ("classify", PAIRS)])
+@pytest.mark.parametrize(
+    ("task", "rows", "more", "score"),
+    [
+        ("qa", SQUAD, WINDOW, "f1"),
+        ("classify", PAIRS, [], "f1"),
+        ("ner", TAGGED, WINDOW, "f1"),
+        ("mlm", TEXTS, ["--max_seq_length", "16"], "perplexity"),
+        ("embed", PAIRS, ["--samples", "0"], "cosine_ap"),
+        ("rerank", PAIRS, ["--samples", "0"], "average_precision"),
+    ],
+)
 def test_a_data_set_in_a_folder_is_read_by_the_real_package(
-    tmp_path: Path, task: str, rows: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    task: str,
+    rows: list[dict[str, Any]],
+    more: list[str],
+    score: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    if task in ("embed", "rerank"):
+        pytest.importorskip("sentence_transformers", reason="needs the extra embed")
     (tmp_path / "data").mkdir()
     for split in ("train", "validation"):
         parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data" / f"{split}.parquet")
-    words = [
-        task,
-        "--dataset_name",
-        str(tmp_path / "data"),
-        "--cache_dir",
-        str(tmp_path / "cache"),
-        *(WINDOW if task == "qa" else []),
-    ]
-    assert trained_f1(tmp_path, words) >= 0
+    words = [task, "--dataset_name", str(tmp_path / "data"), "--cache_dir", str(tmp_path / "cache"), *more]
+    assert trained_score(tmp_path, words, score) >= 0
     assert "examples/s" not in capfd.readouterr().err  # bars are for terminals
 
 
 def trained_f1(folder: Path, words: list[str]) -> float:
+    return trained_score(folder, words, "f1")
+
+
+def trained_score(folder: Path, words: list[str], score: str) -> float:
     bert = save_tiny_bert(folder / "bert")
     shared = ["--model_name_or_path", str(bert), "--do_train", "--do_eval", "--max_steps", "1", "--report_to", "none"]
     assert main(["train", *words, *shared, "--output_dir", str(folder / "out")]) == 0
-    return float(json.loads((folder / "out" / "eval_results.json").read_text())["eval_f1"])
+    return float(json.loads((folder / "out" / "eval_results.json").read_text())[f"eval_{score}"])
 
 
 def test_a_data_set_that_cannot_be_loaded_is_reported_in_one_sentence(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -31,14 +32,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rows.tsv").write_text(
         "sentence1\tsentence2\tlabel\n" + "".join(f"a {n}\tb {n}\t{n % 2}\n" for n in range(16))
     )
+    tagged = {"tokens": ["Ada", "wrote"], "ner_tags": ["B-PER", "O"]}
+    (folder / "tagged.jsonl").write_text("\n".join([json.dumps(tagged)] * 16))
+    (folder / "texts.txt").write_text("\n".join(f"A text about the number {n}." for n in range(40)))
     return folder
 
 
-def train(files: Path, out: Path, endpoint: str, *more: str) -> subprocess.CompletedProcess[str]:
+def train(
+    files: Path, out: Path, endpoint: str, *more: str, task: str = "classify"
+) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the hub's library reads its address once, when it is imported."""
+    data = str(files / {"ner": "tagged.jsonl", "mlm": "texts.txt"}.get(task, "rows.tsv"))
     words = [
-        "train", "classify", "--model_name_or_path", str(files / "bert"), "--train_file", str(files / "rows.tsv"),
-        "--validation_file", str(files / "rows.tsv"), "--do_train", "--do_eval", "--max_steps", "2", "--report_to", "none",
+        "train", task, "--model_name_or_path", str(files / "bert"), "--train_file", data,
+        "--validation_file", data, "--do_train", "--do_eval", "--max_steps", "2", "--report_to", "none",
         "--save_strategy", "no", "--output_dir", str(out), "--push_to_hub", "--hub_token", TOKEN, *more,
     ]  # fmt: skip
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
@@ -52,16 +59,31 @@ def train(files: Path, out: Path, endpoint: str, *more: str) -> subprocess.Compl
     )
 
 
-def test_model_card_and_report_reach_the_hub(hub: FakeHub, files: Path, tmp_path: Path) -> None:
-    done = train(files, tmp_path / "paraphrases", hub.address)
+PARTS = {
+    "classify": (),
+    "ner": (),
+    "mlm": (),
+    "embed": ("modules.json", "1_Pooling/config.json"),
+    "rerank": ("modules.json",),
+}
+"""What belongs to the model of a task beside what every model has."""
+
+
+@pytest.mark.parametrize("task", PARTS)
+def test_model_card_and_report_reach_the_hub(hub: FakeHub, files: Path, tmp_path: Path, task: str) -> None:
+    if task in ("embed", "rerank"):
+        pytest.importorskip("sentence_transformers", reason="needs the extra embed")
+    more = ["--max_seq_length", "16"] if task == "mlm" else ["--samples", "0"] if PARTS[task] else []
+    done = train(files, tmp_path / "paraphrases", hub.address, *more, task=task)
     assert done.returncode == 0, done.stderr
     pushed = hub.repositories["somebody/paraphrases"]
-    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "report.html"} <= set(pushed)
+    expected = {"model.safetensors", "config.json", "tokenizer.json", "README.md", "report.html", *PARTS[task]}
+    assert expected <= set(pushed), sorted(pushed)
     assert pushed["model.safetensors"] == (tmp_path / "paraphrases" / "model.safetensors").read_bytes()
     assert b'"stoker"' in pushed["README.md"]
     assert b"/tmp" not in pushed["README.md"].partition(b"\n---\n")[0]
     assert hub.commits == ["End of training"]
-    assert b'from_pretrained("somebody/paraphrases")' in pushed["README.md"]
+    assert b'"somebody/paraphrases"' in pushed["README.md"]
     assert not [name for name in pushed if name.startswith((".", "_", "checkpoint-"))]
 
 
