@@ -7,7 +7,7 @@ import string
 from pathlib import Path
 from typing import Any
 
-__all__ = ["chats", "entities", "make_base", "rows", "squad"]
+__all__ = ["chats", "entities", "make_base", "pairs", "rows", "scored_pairs", "squad"]
 
 _NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana"]
 _PLACES = ["Torwick", "Lund", "Ash", "Kell"]
@@ -61,6 +61,22 @@ def entities(count: int) -> list[dict[str, Any]]:
     ]
 
 
+def pairs(count: int) -> list[dict[str, Any]]:
+    """Questions with their answers."""
+    return [
+        {"question": f"Who wrote letter {n}?", "answer": f"{_NAMES[n % 8]} wrote letter {n} in {_PLACES[n % 4]}."}
+        for n in range(count)
+    ]
+
+
+def scored_pairs(count: int) -> list[dict[str, Any]]:
+    """Pairs of sentences with a score from 0 to 1."""
+    return [
+        {"sentence1": one["answer"], "sentence2": other["question"], "score": n % 3 / 2}
+        for n, (one, other) in enumerate(zip(pairs(count), pairs(count)[::-1], strict=True))
+    ]
+
+
 def make_base(folder: Path) -> None:
     for name, count in (("train.conll", 24), ("dev.conll", 8)):
         lines = [f"{_NAMES[n % 8]}\tB-PER\nis\tO\nin\tO\n{_PLACES[n % 4]}\tB-LOC\n" for n in range(count)]
@@ -68,6 +84,8 @@ def make_base(folder: Path) -> None:
     (folder / "train.txt").write_text(
         "".join(f"{_NAMES[n % 8]} is in {_PLACES[n % 4]} and wrote letter {n}.\n" for n in range(40))
     )
+    for name, count in (("train.pairs.jsonl", 24), ("dev.pairs.jsonl", 8)):
+        (folder / name).write_text("\n".join(map(json.dumps, pairs(count))) + "\n")
     for name, count in (("train.jsonl", 16), ("dev.jsonl", 4)):
         (folder / name).write_text("\n".join(map(json.dumps, chats(count))) + "\n")
     (folder / "train.json").write_text(json.dumps(squad(24)))

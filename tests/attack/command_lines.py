@@ -24,11 +24,11 @@ _SIMPLE = {
              "--bandwidth"],
     "env": [],
     "help": [],
-    "train": ["qa", "classify", "ner", "mlm", "sft", "--help", "--help-all"],
+    "train": ["qa", "classify", "ner", "mlm", "embed", "rerank", "sft", "--help", "--help-all"],
 }  # fmt: skip
-TASKS = ("qa", "classify", "ner", "mlm", "sft")
+TASKS = ("qa", "classify", "ner", "mlm", "embed", "rerank", "sft")
 GOOD_FILES = ("llm", "train.json", "dev.json", "train.tsv", "dev.tsv", "train.jsonl", "dev.jsonl", "train.conll", "dev.conll",
-              "train.txt")  # fmt: skip
+              "train.txt", "train.pairs.jsonl", "dev.pairs.jsonl")  # fmt: skip
 _PLAUSIBLE = ["1", "2", "3", "0.5", "bf16", "auto", "no", "yes", "true", "10gbit", "1..4", "1,2", "model", "run", "s.py", "new",
               "qa", "none", "steps", "epoch", "train.json", "localhost", "127.0.0.1:29500",
               "0,1", "OMP_NUM_THREADS=1"]  # fmt: skip
@@ -135,14 +135,18 @@ def rank_variables(r: random.Random, base: Path) -> Case:
 @functools.cache
 def _train_options(task: str) -> tuple[tuple[str, bool], ...]:
     from stoker.tasks.classify.fine_tune import ClassifyOptions
+    from stoker.tasks.embed import fine_tune as embed
     from stoker.tasks.mlm.fine_tune import MlmOptions
     from stoker.tasks.ner.fine_tune import NerOptions
     from stoker.tasks.qa.fine_tune import QaOptions
-    from stoker.tasks.sft.fine_tune import SftOptions, arguments_of
+    from stoker.tasks.rerank import fine_tune as rerank
+    from stoker.tasks.sft import fine_tune as sft
     from stoker.tasks.training_options import OptionParser
 
-    kinds = {"qa": QaOptions, "classify": ClassifyOptions, "ner": NerOptions, "mlm": MlmOptions, "sft": SftOptions}
-    arguments = {"arguments": arguments_of([])} if task == "sft" else {}
+    kinds = {"qa": QaOptions, "classify": ClassifyOptions, "ner": NerOptions, "mlm": MlmOptions, "sft": sft.SftOptions,
+             "embed": embed.EmbedOptions, "rerank": rerank.RerankOptions}  # fmt: skip
+    others = {"sft": sft, "embed": embed, "rerank": rerank}
+    arguments = {"arguments": others[task].arguments_of([])} if task in others else {}
     actions = OptionParser(f"train {task}", kinds[task], **arguments)._option_string_actions
     return tuple(
         (name, action.nargs != 0)
@@ -158,6 +162,13 @@ def good_training(task: str) -> list[list[str]]:
             ["--model_name_or_path", "llm"], ["--train_file", "train.jsonl"], ["--validation_file", "dev.jsonl"],
             ["--output_dir", "out"], ["--max_steps", "2"], ["--max_length", "96"], ["--per_device_train_batch_size", "4"],
             ["--report_to", "none"], ["--samples", "0"],
+        ]  # fmt: skip
+    if task in ("embed", "rerank"):
+        return [
+            ["--model_name_or_path", "model"], ["--train_file", "train.pairs.jsonl"],
+            ["--validation_file", "dev.pairs.jsonl"],
+            ["--output_dir", "out"], ["--max_steps", "2"], ["--max_seq_length", "48"],
+            ["--per_device_train_batch_size", "4"], ["--report_to", "none"], ["--samples", "0"],
         ]  # fmt: skip
     suffix = {"qa": "json", "classify": "tsv", "ner": "conll", "mlm": "txt"}[task]
     dev = [["--validation_file", f"dev.{suffix}"]] if task != "mlm" else [["--validation_split_percentage", "20"]]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from attack import sandbox
 from attack.case import Case
-from attack.command_lines import flat, good_training
+from attack.command_lines import GOOD_FILES, flat, good_training
 
 __all__ = ["COMMANDS", "ENVIRONMENTS", "odd_environment"]
 
@@ -212,6 +212,7 @@ COMMANDS: dict[str, list[str]] = {
     "train qa": ["train", "qa", *flat(good_training("qa"))],
     "train classify": ["train", "classify", *flat(good_training("classify"))],
     "train mlm": ["train", "mlm", *flat(good_training("mlm"))],
+    "train embed": ["train", "embed", *flat(good_training("embed"))],
 }
 _LIGHT = tuple(name for name, argv in COMMANDS.items() if argv[0] not in ("train", "ask", "plan", "report"))
 """Command lines that run without importing torch."""
@@ -226,9 +227,7 @@ def odd_environment(r: random.Random, base: Path) -> Case:
 
 def case_of(name: str, command: str, base: Path) -> Case:
     where, argv = ENVIRONMENTS[name], COMMANDS[command]
-    links = {
-        file: str(base / file) for file in ("model", "train.json", "dev.json", "train.tsv", "dev.tsv", "train.txt")
-    }
+    links = {file: str(base / file) for file in ("model", *GOOD_FILES)}
     files = {"c.yaml": b"num_processes: 2\ndistributed_type: MULTI_CPU\nipex_config: {ipex: true}\n", "s.py": b"",
              "hosts": b"localhost slots=2\n", "run.jsonl": _LOG}  # fmt: skip
     return Case(

@@ -23,7 +23,7 @@ from typing import Any
 
 from attack import sandbox
 from attack.case import chance_of
-from attack.command_lines import flat, good_training
+from attack.command_lines import GOOD_FILES, flat, good_training
 from attack.rank_kills import attack_ranks
 
 __all__ = ["attack", "fresh", "weights_of"]
@@ -35,6 +35,7 @@ _TASKS = {
     "qa": ["--gradient_accumulation_steps", "2", "--eval_strategy", "steps", "--eval_steps", "3"],
     "classify": ["--group_by_length", "True", "--metric_for_best_model", "accuracy", "--eval_strategy", "steps",
                  "--eval_steps", "2", "--load_best_model_at_end", "True"],
+    "embed": ["--loss", "CachedMultipleNegativesRankingLoss", "--mini_batch_size", "2"],
     "mlm": ["--masking", "words", "--mlm_probability", "0.3", "--gradient_accumulation_steps", "2"],
 }  # fmt: skip
 
@@ -94,7 +95,7 @@ def fresh(folder: Path, work: Path) -> None:
     sandbox.clear(folder)
     for name in ("cwd", "home", "cache", "tmp"):
         (folder / name).mkdir()
-    for name in ("model", "train.json", "dev.json", "train.tsv", "dev.tsv", "train.txt"):
+    for name in ("model", *GOOD_FILES):
         (folder / "cwd" / name).symlink_to(work / "base" / name)
 
 
