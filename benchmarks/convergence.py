@@ -26,7 +26,6 @@ import curves
 import torch
 from minilm import pretrained
 
-SIDES = ("stock", "stock, masked", "stoker", "stoker bf16")
 COLOURS = {"stock": "#495057", "stock, masked": "#1971c2", "stoker": "#d9480f", "stoker bf16": "#f08c00"}
 
 
@@ -55,23 +54,14 @@ def masked_loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def train(model: Any, windows: Any, collate: Any, seed: int, steps: int, batch: int, loss_of: Any) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 30, 1 - step / (steps + 1)))
     order = list(range(len(windows)))
     random.Random(seed).shuffle(order)
     torch.manual_seed(seed)
-    model.train()
-    losses = []
-    for step in range(steps):
-        rows = [windows[index] for index in order[step * batch : (step + 1) * batch]]
-        loss = loss_of(model, collate(rows))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        model.zero_grad()
-        losses.append(loss.item())
-    return losses
+
+    def loss_of_step(step: int) -> Any:
+        return loss_of(model, collate([windows[index] for index in order[step * batch : (step + 1) * batch]]))
+
+    return curves.train(model, loss_of_step, steps, lr=1e-4, warm_up=30)
 
 
 def evaluate(model: Any, windows: Any, collate: Any) -> dict[str, float]:
@@ -121,7 +111,7 @@ def load_data(folder: Path, steps: int, batch: int, questions: int) -> tuple[Any
 
 def summary(runs: curves.Runs) -> str:
     lines = [f"{'side':16}{'F1 of each seed':>28}{'mean F1':>10}{'EM':>8}{'last 50 losses':>16}"]
-    for side in SIDES:
+    for side in COLOURS:
         if not (mine := curves.of_side(runs, side)):
             continue
         scores = "  ".join(f"{run['f1']:.2f}" for run in mine)
@@ -133,25 +123,15 @@ def summary(runs: curves.Runs) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with train-v1.1.json.gz and dev-v1.1.json.gz")
-    parser.add_argument("--out", type=Path, required=True, help="folder for convergence.json and convergence.svg")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=12)
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--questions", type=int, default=1000)
-    parser.add_argument("--side", action="append", choices=SIDES, help="only this one (repeatable)")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    store = arguments.out / "convergence.json"
-    data = load_data(arguments.data, arguments.steps, arguments.batch, arguments.questions)
-    runs = curves.make_runs(
-        store,
-        arguments.side or SIDES,
-        arguments.seeds,
-        lambda side, seed: one_run(side, seed, data, arguments.steps, arguments.batch),
-        ("f1", "seconds"),
-    )
-    print(summary(runs))
-    curves.plot(runs, COLOURS, arguments.out / "convergence.svg")
+
+    def runner(a: argparse.Namespace) -> Any:
+        data = load_data(a.data, a.steps, a.batch, a.questions)
+        return lambda side, seed: one_run(side, seed, data, a.steps, a.batch)
+
+    curves.main("convergence", parser, COLOURS, runner, ("f1", "seconds"), summary)
 
 
 if __name__ == "__main__":

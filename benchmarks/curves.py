@@ -1,7 +1,8 @@
-"""Loss curves of the same training on several sides and seeds: which runs are made, where they are kept, and their plot."""
+"""The same training on several sides and seeds: how a run trains, which runs are made, where they are kept, and their plot."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
@@ -11,6 +12,53 @@ from typing import Any
 
 Runs = dict[str, dict[str, Any]]
 """By name ("stoker seed 0"): the losses, and figures of the finished run."""
+
+
+def main(
+    name: str,
+    parser: argparse.ArgumentParser,
+    colours: dict[str, str],
+    runner: Callable[[argparse.Namespace], Callable[[str, int], dict[str, Any]]],
+    show: Sequence[str],
+    summary: Callable[[Runs], str],
+) -> None:
+    """Makes the runs that are missing in the folder --out, prints their summary and plots their losses.
+
+    `runner` makes of the arguments the function that makes one run, of a side and a seed.
+    """
+    parser.add_argument("--out", type=Path, required=True, help=f"folder for {name}.json and {name}.svg")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--side", action="append", choices=colours, help="only this one (repeatable)")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    store = arguments.out / f"{name}.json"
+    runs = make_runs(store, arguments.side or list(colours), arguments.seeds, runner(arguments), show)
+    print(summary(runs))
+    plot(runs, colours, arguments.out / f"{name}.svg")
+
+
+def train(
+    model: Any, loss_of: Callable[[int], Any], steps: int, *, lr: float, warm_up: int, autocast: bool = False
+) -> list[float]:
+    """Trains with AdamW and a linear schedule; returns the loss of each step."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm_up, 1 - step / (steps + 1))
+    )
+    model.train()
+    losses = []
+    for step in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        model.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def stored(store: Path) -> Runs:

@@ -63,21 +63,12 @@ def collate(rows: list[Row], padding: int) -> dict[str, torch.Tensor]:
 
 
 def train(model: Any, rows: list[Row], padding: int, seed: int, steps: int, batch: int, bf16: bool) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / (steps + 1)))
     chosen = random.Random(seed).sample(rows, steps * batch)
-    model.train()
-    losses = []
-    for step in range(steps):
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = model(**collate(chosen[step * batch : (step + 1) * batch], padding), use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        model.zero_grad()
-        losses.append(loss.item())
-    return losses
+
+    def loss_of(step: int) -> Any:
+        return model(**collate(chosen[step * batch : (step + 1) * batch], padding), use_cache=False).loss
+
+    return curves.train(model, loss_of, steps, lr=5e-5, warm_up=20, autocast=bf16)
 
 
 def result_in(text: str) -> str | None:
@@ -153,23 +144,15 @@ def summary(runs: curves.Runs) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="gsm8k's training file (JSON lines, .gz)")
-    parser.add_argument("--out", type=Path, required=True, help="folder for gsm8k.json and gsm8k.svg")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--longest", type=int, default=128, help="most tokens of a problem with its answer")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--side", action="append", choices=COLOURS, help="only this one (repeatable)")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    runs = curves.make_runs(
-        arguments.out / "gsm8k.json",
-        arguments.side or list(COLOURS),
-        arguments.seeds,
-        lambda side, seed: one_run(side, seed, arguments.data, arguments.steps, arguments.batch, arguments.longest),
-        ("held_out_loss", "token_accuracy", "results_right", "seconds"),
-    )
-    print(summary(runs))
-    curves.plot(runs, COLOURS, arguments.out / "gsm8k.svg")
+
+    def runner(a: argparse.Namespace) -> Any:
+        return lambda side, seed: one_run(side, seed, a.data, a.steps, a.batch, a.longest)
+
+    figures = ("held_out_loss", "token_accuracy", "results_right", "seconds")
+    curves.main("gsm8k", parser, COLOURS, runner, figures, summary)
 
 
 if __name__ == "__main__":

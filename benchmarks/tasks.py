@@ -86,18 +86,23 @@ def cross_encoder(data: Path, config: dict[str, Any]) -> tuple[Any, LossOf]:
     return model, loss_of
 
 
+def read_tagged(data: Path, split: str) -> Any:
+    from stoker.tasks.faults import Faults
+    from stoker.tasks.ner.data import Columns, read_sentences
+
+    file = data / "ner" / f"wnut17-{split}.conll"
+    return read_sentences(file, Columns(), Faults(str(file)), labelled=True)[1]
+
+
 def entities(data: Path, config: dict[str, Any], pad_to: int | None = None) -> tuple[Any, LossOf]:
     import random
 
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
     from stoker.tasks.collate import Collator
-    from stoker.tasks.faults import Faults
-    from stoker.tasks.ner.data import Columns, read_sentences
     from stoker.tasks.ner.features import make_rows
 
-    file = data / "ner" / "wnut17-train.conll"
-    _, sentences = read_sentences(file, Columns(), Faults(str(file)), labelled=True)
+    sentences = read_tagged(data, "train")
     labels = sorted({tag for sentence in sentences for tag in sentence.tags or ()})
     random.Random(0).shuffle(sentences)
     tokenizer = AutoTokenizer.from_pretrained(pretrained())
