@@ -22,10 +22,9 @@ def _log(*words: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("script", "score"),
-    [("embedding_style.py", "eval_dev_spearman_cosine"), ("reranker_style.py", "eval_dev_spearman")],
+    ("kind", "score"), [("embedding", "eval_dev_spearman_cosine"), ("reranker", "eval_dev_spearman")]
 )
-def test_an_unmodified_script_of_sentence_transformers_learns_as_stock(tmp_path: Path, script: str, score: str) -> None:
+def test_an_unmodified_script_of_sentence_transformers_learns_as_stock(tmp_path: Path, kind: str, score: str) -> None:
     bert = save_tiny_bert(tmp_path / "bert")
     config = json.loads((bert / "config.json").read_text())
     config |= {
@@ -35,7 +34,7 @@ def test_an_unmodified_script_of_sentence_transformers_learns_as_stock(tmp_path:
     (bert / "config.json").write_text(json.dumps(config))
     rows = [{**row, "score": row["score"] / 5} for row in rows_of("pairs with scores")]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    words = (str(SCRIPTS / script), str(bert), str(tmp_path / "rows.json"))
+    words = (str(SCRIPTS / "sentence_style.py"), kind, str(bert), str(tmp_path / "rows.json"))
     stock = _log("--no-compat", *words, str(tmp_path / "stock"))
     ours = _log(*words, str(tmp_path / "ours"))
     for key in ("loss", "grad_norm", "eval_loss", score):

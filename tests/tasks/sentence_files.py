@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+KINDS = ("pairs", "triplets", "pairs with scores", "labelled texts", "pairs with classes", "lists")
 COLOURS = ("red", "green", "blue", "grey")
 THINGS = ("boat", "house", "river", "tower", "horse", "letter", "garden", "bridge", "lamp", "wheel")
 TOWNS = ("Torwick", "Ane", "Lessing", "Marl", "Oden", "Pell", "Quay", "Rosta")

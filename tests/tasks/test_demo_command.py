@@ -10,12 +10,6 @@ from stoker.cli import main
 from stoker.run_report.log import read_run
 from stoker.tasks.demo import speed
 from stoker.tasks.demo.demo_run import _affordable
-from tasks.models import save_tiny_bert
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_bert(tmp_path_factory.mktemp("tiny") / "bert")
 
 
 def test_the_demo_shows_before_and_after_three_answers_and_a_report(

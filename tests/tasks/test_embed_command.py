@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,37 +13,11 @@ pytest.importorskip("sentence_transformers", reason="needs the extra embed")
 from stoker.cli import main
 from tasks.models import save_tiny_bert
 from tasks.sentence_files import rows_of, write_lines
-
-KINDS = ("pairs", "triplets", "pairs with scores", "labelled texts")
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_bert(tmp_path_factory.mktemp("tiny") / "bert")
+from tasks.task_runs import assert_resumes_exactly, entries, in_two_ranks, train_command, weights
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("rows")
-    return {kind: write_lines(folder / f"{kind.replace(' ', '-')}.jsonl", rows_of(kind)) for kind in KINDS}
-
-
-def command(bert: Path, data: Path, out: Path, *more: str) -> list[str]:
-    return [
-        "train", "embed", "--model_name_or_path", str(bert), "--train_file", str(data), "--output_dir", str(out),
-        "--max_steps", "2", "--report_to", "none", "--samples", "0", *more,
-    ]  # fmt: skip
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
-
-
-def entries(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
-    return [one for one in found if one["kind"] == kind]
+def command(model: Path, data: Path, out: Path, *more: str) -> list[str]:
+    return train_command("embed", model, data, out, *more)
 
 
 @pytest.mark.parametrize(
@@ -227,20 +197,6 @@ def test_mined_negatives_are_near_texts_of_the_corpus_that_are_not_answers(
     assert mine_negatives(rows, model, corpus, 2, margin=0.0, skip=0) == found  # from the cache
 
 
-STOPPED = """
-import os, signal, sys
-from stoker.cli import main
-from stoker.tasks.sentences.st_trainers import EmbeddingTrainer
-step = EmbeddingTrainer.training_step
-def stopped(self, *args, **named):
-    if self.state.global_step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *args, **named)
-EmbeddingTrainer.training_step = stopped
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
@@ -255,8 +211,6 @@ def test_a_killed_run_resumes_to_bitwise_the_same_weights(
     kind: str, more: list[str], bert: Path, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Killed in the second epoch: the order of its batches, too, must be that of a run that was not killed."""
-    from rig import warm
-
     usual = [
         "--max_steps",
         "8",
@@ -270,42 +224,15 @@ def test_a_killed_run_resumes_to_bitwise_the_same_weights(
     ]
     if "--eval_strategy" in more:
         usual += ["--validation_file", str(files[kind])]
-    assert main(command(bert, files[kind], tmp_path / "whole", *usual)) == 0
-    again = command(bert, files[kind], tmp_path / "parts", *usual)
-    done = warm.run(
-        [sys.executable, "-c", STOPPED, *again], capture_output=True, text=True, timeout=300, transformers=True
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
-    assert main(again) == 0
-    assert "resuming from" in capsys.readouterr().err
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert [one["loss"] for one in entries(tmp_path / "whole", "step")] == [
-        one["loss"] for one in {one["step"]: one for one in entries(tmp_path / "parts", "step")}.values()
-    ]
+    assert_resumes_exactly(lambda out: command(bert, files[kind], out, *usual), tmp_path, capsys)
 
 
 def test_two_processes_train_one_model_with_the_negatives_of_both(
     bert: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    import subprocess
-
     out = tmp_path / "out"
-    more = [
-        "--gather_across_devices",
-        "--validation_file",
-        str(files["pairs"]),
-        "--samples",
-        "1",
-        "--per_device_train_batch_size",
-        "8",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "stoker", "launch", "-n", "2", "-m", "stoker", *command(bert, files["pairs"], out, *more)],
-        capture_output=True, text=True, timeout=600, env={**os.environ},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    more = ["--gather_across_devices", "--validation_file", str(files["pairs"]), "--samples", "1"]
+    in_two_ranks(command(bert, files["pairs"], out, *more, "--per_device_train_batch_size", "8"))
     # The first loss is that of 16 rows at random weights; of 8 rows it would be about log 8.
     assert entries(out, "step")[0]["loss"] == pytest.approx(2.77, abs=0.4)
     assert (out / "model.safetensors").exists()

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from rig import warm
 from stoker.cli import main
 from stoker.tasks.demo.world import make_world
 from tasks.models import save_tiny_bert
-
-KILLED = """
-import os, signal, sys
-import torch
-torch.set_num_threads(1)
-from stoker.cli import main
-from stoker.hf.trainer import Trainer
-at, original = int(sys.argv[1]), Trainer.training_step
-def training_step(self, *args, **named):
-    if self.state.global_step == at:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(self, *args, **named)
-Trainer.training_step = training_step
-sys.exit(main(sys.argv[2:]))
-"""
+from tasks.task_runs import assert_resumes_exactly
 
 
 @pytest.fixture(scope="module")
@@ -82,25 +65,11 @@ def test_a_run_leaves_model_perplexity_card_and_report(
     assert "on 30 rows" in capsys.readouterr().err
 
 
-def weights(out: Path) -> str:
-    return hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
-
-
-def test_a_run_that_was_killed_ends_with_the_same_model(folder: Path, tmp_path: Path) -> None:
-    more = "--masking spans --line_by_line --tokens_per_batch 160"
-
-    def run(out: Path, kill_at: int) -> int:
-        words = command(
-            folder, out, "--max_steps", "8", "--save_steps", "3", "--gradient_accumulation_steps", "2", *more.split()
-        )
-        done = warm.run([sys.executable, "-c", KILLED, str(kill_at), *words], capture_output=True, text=True, timeout=300,
-                        transformers=True)  # fmt: skip
-        return int(done.returncode)
-
-    assert run(tmp_path / "undisturbed", -1) == 0
-    assert run(tmp_path / "killed", 5) == -9
-    assert run(tmp_path / "killed", -1) == 0
-    assert weights(tmp_path / "killed") == weights(tmp_path / "undisturbed")
+def test_a_run_that_was_killed_ends_with_the_same_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = "--masking spans --line_by_line --tokens_per_batch 160 --max_steps 8 --save_steps 3 --gradient_accumulation_steps 2"
+    assert_resumes_exactly(lambda out: command(folder, out, *more.split()), tmp_path, capsys)
 
 
 def test_mistakes_are_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from stoker.cli import main
-from tasks.models import save_tiny_bert
 
 NAMES, PLACES = ["Ada Lovelace", "Charles", "Grace Hopper"], ["London", "New York", "Paris"]
 
@@ -44,11 +43,6 @@ def sentences(count: int, scheme: str = "IOB2") -> list[tuple[list[str], list[st
 def conll(path: Path, count: int, scheme: str = "IOB2") -> Path:
     path.write_text("\n".join("".join(map("{}\t{}\n".format, *one)) for one in sentences(count, scheme)))
     return path
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_bert(tmp_path_factory.mktemp("tiny") / "bert")
 
 
 def command(bert: Path, out: Path, **options: Any) -> list[str]:

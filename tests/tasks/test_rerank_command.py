@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,39 +11,12 @@ import torch
 pytest.importorskip("sentence_transformers", reason="needs the extra embed")
 
 from stoker.cli import main
-from tasks.models import save_tiny_bert
 from tasks.sentence_files import rows_of, write_lines
-
-KINDS = ("pairs", "triplets", "pairs with scores", "pairs with classes", "lists")
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_bert(tmp_path_factory.mktemp("tiny") / "bert")
+from tasks.task_runs import assert_resumes_exactly, entries, in_two_ranks, train_command, weights
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("rows")
-    return {kind: write_lines(folder / f"{kind.replace(' ', '-')}.jsonl", rows_of(kind)) for kind in KINDS}
-
-
-def command(bert: Path, data: Path, out: Path, *more: str) -> list[str]:
-    return [
-        "train", "rerank", "--model_name_or_path", str(bert), "--train_file", str(data), "--output_dir", str(out),
-        "--max_steps", "2", "--report_to", "none", "--samples", "0", *more,
-    ]  # fmt: skip
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
-
-
-def entries(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
-    return [one for one in found if one["kind"] == kind]
+def command(model: Path, data: Path, out: Path, *more: str) -> list[str]:
+    return train_command("rerank", model, data, out, *more)
 
 
 @pytest.mark.parametrize(
@@ -154,51 +123,17 @@ def test_options_of_training_work_together(
     )
 
 
-STOPPED = """
-import os, signal, sys
-from stoker.cli import main
-from stoker.tasks.sentences.st_trainers import RerankTrainer
-step = RerankTrainer.training_step
-def stopped(self, *args, **named):
-    if self.state.global_step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *args, **named)
-RerankTrainer.training_step = stopped
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.parametrize("kind", ["pairs with scores", "pairs"], ids=["scores", "random negatives"])
 def test_a_killed_run_resumes_to_bitwise_the_same_weights(
     kind: str, bert: Path, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rig import warm
-
     usual = ["--max_steps", "8", "--per_device_train_batch_size", "16", "--save_steps", "2", "--learning_rate", "1e-3"]
-    assert main(command(bert, files[kind], tmp_path / "whole", *usual)) == 0
-    again = command(bert, files[kind], tmp_path / "parts", *usual)
-    done = warm.run(
-        [sys.executable, "-c", STOPPED, *again], capture_output=True, text=True, timeout=300, transformers=True
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
-    assert main(again) == 0
-    assert "resuming from" in capsys.readouterr().err
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert_resumes_exactly(lambda out: command(bert, files[kind], out, *usual), tmp_path, capsys)
 
 
 def test_two_processes_train_one_model(bert: Path, files: dict[str, Path], tmp_path: Path) -> None:
-    import subprocess
-
     out = tmp_path / "out"
-    more = ["--validation_file", str(files["triplets"]), "--samples", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "stoker", "launch", "-n", "2", "-m", "stoker",
-         *command(bert, files["triplets"], out, *more)],
-        capture_output=True, text=True, timeout=600, env={**os.environ},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_ranks(command(bert, files["triplets"], out, "--validation_file", str(files["triplets"]), "--samples", "1"))
     assert (out / "model.safetensors").exists()
     assert "eval_ndcg@10" in json.loads((out / "eval_results.json").read_text())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import signal
 import sys
@@ -20,6 +19,7 @@ pytest.importorskip("trl", reason="needs the extra sft")
 import stoker
 from stoker.cli import main
 from tasks.language_models import chat, save_tiny_llama, tokenizer, write_chats, write_lines
+from tasks.task_runs import assert_resumes_exactly, in_two_ranks, train_command
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +33,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(llama: Path, data: Path, out: Path, *more: str) -> list[str]:
-    return [
-        "train", "sft", "--model_name_or_path", str(llama), "--train_file", str(data), "--output_dir", str(out),
-        "--max_steps", "2", "--report_to", "none", "--samples", "0", *more,
-    ]  # fmt: skip
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(next(folder.glob("*model.safetensors")))
+    return train_command("sft", llama, data, out, *more)
 
 
 @pytest.fixture(scope="module")
@@ -214,20 +205,6 @@ def test_a_model_without_a_template_learns_chats_with_the_default_one(
     assert not (tmp_path / "text" / "chat_template.jinja").exists()
 
 
-INTERRUPTED = """
-import os, signal, sys
-from stoker.cli import main
-from stoker.tasks.sft.trl_trainers import SFTTrainer
-step = SFTTrainer.training_step
-def interrupted(self, *args, **named):
-    if self.state.global_step == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return step(self, *args, **named)
-SFTTrainer.training_step = interrupted
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.parametrize(
     "more",
     [["--lora_dropout", "0.2", "--frozen_weights", "nf4"], ["--full", "--packing", "--max_length", "96"]],
@@ -236,21 +213,9 @@ sys.exit(main(sys.argv[1:]))
 def test_an_interrupted_run_resumes_to_bitwise_the_same_weights(
     more: list[str], llama: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rig import warm
-
     usual = ["--max_steps", "7", "--per_device_train_batch_size", "4", "--save_steps", "100", *more]
-    assert main(command(llama, chats, tmp_path / "whole", *usual)) == 0
-    again = command(llama, chats, tmp_path / "parts", *usual)
-    done = warm.run(
-        [sys.executable, "-c", INTERRUPTED, *again], capture_output=True, text=True, timeout=300, transformers=True
-    )
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr[-2000:]
+    assert_resumes_exactly(lambda out: command(llama, chats, out, *usual), tmp_path, capsys, step=3, by=signal.SIGTERM)
     assert (tmp_path / "parts" / "checkpoint-4").exists()
-    assert main(again) == 0
-    assert "resuming from" in capsys.readouterr().err
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_chat_answers_a_prompt_from_an_adapter_its_merged_model_and_standard_input(
@@ -421,13 +386,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(
 
 
 def test_two_processes_train_one_adapter(llama: Path, chats: Path, tmp_path: Path) -> None:
-    import subprocess
-
     out = tmp_path / "out"
-    done = subprocess.run(
-        [sys.executable, "-m", "stoker", "launch", "-n", "2", "-m", "stoker", *command(llama, chats, out, "--samples", "1")],
-        capture_output=True, text=True, timeout=600, env={**os.environ},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_ranks(command(llama, chats, out, "--samples", "1"))
     assert (out / "adapter_model.safetensors").exists()
     assert (out / "report.html").exists()

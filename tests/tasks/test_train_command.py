@@ -15,12 +15,7 @@ import pytest
 from rig import warm
 from stoker.cli import main
 from stoker.tasks.demo.world import as_squad, make_world
-from tasks.models import byte_level, save_tiny_bert
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_bert(tmp_path_factory.mktemp("tiny") / "bert")
+from tasks.models import byte_level
 
 
 @pytest.fixture(scope="module")

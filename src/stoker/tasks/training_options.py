@@ -18,6 +18,7 @@ from stoker.requires import supported
 
 __all__ = [
     "DataOptions", "ModelOptions", "OptionParser", "check_best", "check_label_names", "check_optimizer", "given",
+    "overlap_option", "padding_option",
 ]  # fmt: skip
 
 log = logging.getLogger("stoker")
@@ -60,6 +61,16 @@ class ModelOptions:
             raise UserError("--use_auth_token is the former name of --token; give only one of them")
         switch = {"true": True, "false": False}
         self.token = switch.get(self.use_auth_token.lower(), self.use_auth_token)  # type: ignore[assignment]
+
+
+def overlap_option(default: int) -> Any:
+    """--doc_stride of the tasks that divide long texts into windows."""
+    return field(default=default, metadata={"help": "Tokens by which windows over a long text overlap."})
+
+
+def padding_option(default: bool) -> Any:
+    """--pad_to_max_length of the example scripts, each of which has its own default."""
+    return field(default=default, metadata={"help": "Accepted for old commands; padding never enters the model."})
 
 
 @dataclass

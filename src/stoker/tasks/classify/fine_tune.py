@@ -15,7 +15,7 @@ from stoker.tasks.classify.features import Rows, make_rows
 from stoker.tasks.classify.labelled_examples import check_labels, split_examples
 from stoker.tasks.classify.metrics import METRICS, is_combined, measure
 from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, row_length
-from stoker.tasks.training_options import DataOptions, check_best, check_label_names
+from stoker.tasks.training_options import DataOptions, check_best, check_label_names, padding_option
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
@@ -45,9 +45,7 @@ class ClassifyOptions(DataOptions):
         default=None, metadata={"help": "Metrics to compute, separated by commas.", "choices": None}
     )
     max_seq_length: int = field(default=128, metadata={"help": "Maximum tokens of a row; longer ones are truncated."})
-    pad_to_max_length: bool = field(
-        default=True, metadata={"help": "Accepted for old commands; padding never enters the model."}
-    )
+    pad_to_max_length: bool = padding_option(default=True)
 
 
 def predict_all_rows(args: Any) -> None:

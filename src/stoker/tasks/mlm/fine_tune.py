@@ -17,7 +17,7 @@ from stoker.tasks.loading import (
 )
 from stoker.tasks.mlm.features import TextRows, make_rows, tokenize_sources
 from stoker.tasks.mlm.texts import FileTexts, HubTexts, Source, expand
-from stoker.tasks.training_options import DataOptions, check_best, given
+from stoker.tasks.training_options import DataOptions, check_best, given, padding_option
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
@@ -57,9 +57,7 @@ class MlmOptions(DataOptions):
         },
     )
     mlm_probability: float = field(default=0.15, metadata={"help": "The share of tokens to mask."})
-    pad_to_max_length: bool = field(
-        default=False, metadata={"help": "Accepted for old commands; padding never enters the model."}
-    )
+    pad_to_max_length: bool = padding_option(default=False)
 
 
 def main(argv: list[str]) -> int:

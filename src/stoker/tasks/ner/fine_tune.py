@@ -24,7 +24,7 @@ from stoker.tasks.ner.predictions import entity_spans, write_predictions
 from stoker.tasks.ner.tags import OUTSIDE, Scheme, iob2, recognise, type_of
 from stoker.tasks.row_predictions import predict_rows
 from stoker.tasks.scoring_trainer import ScoringTrainer
-from stoker.tasks.training_options import DataOptions, check_best, check_label_names
+from stoker.tasks.training_options import DataOptions, check_best, check_label_names, overlap_option, padding_option
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
@@ -50,16 +50,14 @@ class NerOptions(DataOptions):
     max_seq_length: int | None = field(
         default=None, metadata={"help": "Maximum tokens of a window (default: what the model takes, at most 512)."}
     )
-    doc_stride: int = field(default=64, metadata={"help": "Tokens by which windows over a long text overlap."})
+    doc_stride: int = overlap_option(64)
     label_all_tokens: bool = field(
         default=False, metadata={"help": "Train on all tokens of a word instead of its first one."}
     )
     return_entity_level_metrics: bool = field(
         default=False, metadata={"help": "Metrics of each entity type, too; the report always has them."}
     )
-    pad_to_max_length: bool = field(
-        default=False, metadata={"help": "Accepted for old commands; padding never enters the model."}
-    )
+    pad_to_max_length: bool = padding_option(default=False)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from stoker.tasks.qa.features import Windows, make_windows
 from stoker.tasks.qa.metrics import exact_match, squad, squad_v2
 from stoker.tasks.row_predictions import predict_rows
 from stoker.tasks.scoring_trainer import ScoringTrainer
-from stoker.tasks.training_options import DataOptions, check_best
+from stoker.tasks.training_options import DataOptions, check_best, overlap_option, padding_option
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
@@ -33,16 +33,14 @@ class QaOptions(DataOptions):
     """Data, and how answers are chosen."""
 
     max_seq_length: int = field(default=384, metadata={"help": "Maximum tokens of question and text together."})
-    pad_to_max_length: bool = field(
-        default=True, metadata={"help": "Accepted for old commands; padding never enters the model."}
-    )
+    pad_to_max_length: bool = padding_option(default=True)
     version_2_with_negative: bool = field(
         default=False, metadata={"help": "Some questions have no answer (SQuAD 2.0)."}
     )
     null_score_diff_threshold: float = field(
         default=0.0, metadata={"help": "How much better 'no answer' must score to be chosen."}
     )
-    doc_stride: int = field(default=128, metadata={"help": "Tokens by which windows over a long text overlap."})
+    doc_stride: int = overlap_option(128)
     n_best_size: int = field(default=20, metadata={"help": "Candidates considered per window and kept per question."})
     max_answer_length: int = field(default=30, metadata={"help": "Maximum tokens of an answer."})
 
