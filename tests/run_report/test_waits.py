@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from stoker.run_report.figures import waits_of
 from stoker.run_report.log import RunLog, read_run
 from stoker.run_report.page import write_report
-from stoker.run_report.plots import waits_of
 
 
 def log_waits(folder: Path) -> RunLog:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import platform
 import shlex
 import sys
@@ -20,6 +21,7 @@ from stoker.hf.batches import lengths_of
 from stoker.hf.secrets import without_secrets
 from stoker.machine import this_machine
 from stoker.machine.rates import known
+from stoker.process_life import facts_of
 from stoker.run_report.log import RunLog
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class Recorder:
             "versions": {"stoker": __version__, "torch": str(torch.__version__),
                          "transformers": transformers.__version__, "python": platform.python_version()},
             "machine": _machine_facts(),
+            "process": facts_of(os.getpid()),
             "arguments": _arguments(self.trainer.args),
         }  # fmt: skip
         self.log.write("start", **{**facts, **start, **self.task})

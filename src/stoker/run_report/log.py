@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-__all__ = ["NAME", "Run", "RunLog", "number", "read_entries", "read_run"]
+__all__ = ["NAME", "Run", "RunLog", "number", "parse_entry", "read_entries", "read_run", "require_regular"]
 
 NAME = "run.jsonl"
 
@@ -93,6 +93,49 @@ class Run:
     """Lines of the log that are not empty."""
     bad_lines: int = 0
     """Lines that are not valid entries: incomplete after a kill, not JSON, or with values of the wrong type."""
+    seconds: float = 0.0
+    """Time from each start to the end, or to the last entry of a part that was killed."""
+    longest_gap: float = 0.0
+    """The longest time between two entries."""
+    last_time: float | None = None
+    """Of the last entry with a time; None after the end of a part."""
+
+    def add(self, entry: dict[str, Any] | None) -> None:
+        """Adds the next entry of the log; None for a damaged line. `settle` must follow before the run is shown."""
+        self.lines += 1
+        if entry is None:
+            self.bad_lines += 1
+            return
+        kind = entry["kind"]
+        if kind == "start":
+            _apply_start(self, entry)
+        elif kind == "step":
+            self.steps.append(entry)
+        elif kind == "evaluation":
+            self.evaluations.append(entry)
+        elif kind == "waits":
+            self.waits.append(entry)
+        else:
+            self.others[kind] = entry
+        self._add_time(kind, entry.get("time"))
+
+    def _add_time(self, kind: str, moment: float | None) -> None:
+        if moment is None:
+            return
+        if self.last_time is not None and kind != "start":
+            gap = max(moment - self.last_time, 0.0)
+            self.seconds, self.longest_gap = self.seconds + gap, max(self.longest_gap, gap)
+        if self.last_time is not None or kind == "start":
+            self.last_time = None if kind == "end" else moment
+
+    def settle(self) -> None:
+        """Makes all shares refer to the highest peak: a peak that proved too low was raised during the run."""
+        with_share = [one for one in self.steps if number(one, "peak") and number(one, "share_of_peak") is not None]
+        # In older logs a share above 1 means that training was faster than the peak known then.
+        self.peak = max((one["peak"] * max(one["share_of_peak"], 1.0) for one in with_share), default=None)
+        for one in with_share:
+            one["share_of_peak"] *= one["peak"] / self.peak
+            one["peak"] = self.peak
 
     @property
     def finished(self) -> bool:
@@ -218,11 +261,13 @@ _MACHINE = _fields(
     memory=_or_none(_amount), gflops=_or_none(_amount),
 )  # fmt: skip
 
+_PROCESS = _fields(id=_or_none(_integer), started=_or_none(_text), space=_or_none(_text))
+
 _SCHEMA: dict[str, Check] = {
     "start": _fields(
         resumed_at=_or_none(_count), task=_or_none(_text), title=_or_none(_text), model=_or_none(_text),
         command=_or_none(_text), versions=_or_none(_dict_of(_scalar)), machine=_or_none(_MACHINE),
-        data=_or_none(_text), loss=_or_none(_text),
+        data=_or_none(_text), loss=_or_none(_text), process=_or_none(_PROCESS),
         arguments=_or_none(_dict_of(_anything)), agents=_or_none(_list_of(_integer)), processes=_or_none(_list_of(_integer)),
     ),
     "model": _fields(
@@ -261,7 +306,7 @@ def _is_shallow(value: Any, left: int = _DEEPEST) -> bool:
     return left > 0 and all(_is_shallow(item, left - 1) for item in items)
 
 
-def _entry(line: str) -> dict[str, Any] | None:
+def parse_entry(line: str) -> dict[str, Any] | None:
     """The entry in a line; None if the line is damaged."""
     try:
         entry = json.loads(line)
@@ -277,38 +322,24 @@ def read_run(folder: str | Path) -> Run:
     """Reads <folder>/run.jsonl. Raises OSError if it cannot be read, FileNotFoundError if there is none."""
     run = Run()
     for entry in read_entries(Path(folder) / NAME):
-        run.lines += 1
-        if entry is None:
-            run.bad_lines += 1
-        elif entry["kind"] == "start":
-            _apply_start(run, entry)
-        elif entry["kind"] == "step":
-            run.steps.append(entry)
-        elif entry["kind"] == "evaluation":
-            run.evaluations.append(entry)
-        elif entry["kind"] == "waits":
-            run.waits.append(entry)
-        else:
-            run.others[entry["kind"]] = entry
-    _one_peak(run)
+        run.add(entry)
+    run.settle()
     return run
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any] | None]:
     """The entries of a log, with None for each damaged line. Raises OSError if the file cannot be read."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device may never end
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    require_regular(path)
     with open(path, encoding="utf-8-sig", errors="replace") as file:
-        yield from map(_entry, filter(str.strip, file))
+        yield from map(parse_entry, filter(str.strip, file))
 
 
-def _one_peak(run: Run) -> None:
-    """Makes all shares refer to the highest peak: a peak that proved too low was raised during the run."""
-    with_share = [one for one in run.steps if number(one, "peak") and number(one, "share_of_peak") is not None]
-    # In older logs a share above 1 means that training was faster than the peak known then.
-    run.peak = max((one["peak"] * max(one["share_of_peak"], 1.0) for one in with_share), default=None)
-    for one in with_share:
-        one["share_of_peak"] *= one["peak"] / run.peak
+def require_regular(path: Path) -> os.stat_result:
+    """The status of a regular file; OSError for anything else, because a pipe or a device may never end."""
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return found
 
 
 def _apply_start(run: Run, entry: dict[str, Any]) -> None:

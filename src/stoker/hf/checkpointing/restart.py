@@ -17,6 +17,7 @@ from typing import Any
 
 from stoker.distributed.agreement import from_all_ranks, from_first_rank
 from stoker.hf.checkpointing import choice
+from stoker.process_life import parent_and_start
 from stoker.run_report.log import NAME, read_entries
 
 __all__ = ["Start", "accumulation_for_same_batch", "newest_of_this_run", "run_began"]
@@ -111,7 +112,7 @@ def _starts(log: Path) -> list[dict[str, Any]]:
 def _agent(pid: int) -> int:
     """The nearest ancestor of `pid` that is neither a rank nor started by one."""
     while pid > 1:
-        pid = _stat(pid)[0]
+        pid = parent_and_start(pid)[0]
         try:
             inside = f"{_RANK_VARIABLE}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
@@ -123,14 +124,5 @@ def _agent(pid: int) -> int:
 
 def _identity(pid: int) -> int:
     """A number that identifies a process across hosts and over time."""
-    text = f"{socket.gethostname()} {pid} {_stat(pid)[1]}"
+    text = f"{socket.gethostname()} {pid} {parent_and_start(pid)[1]}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # 48 bits: exact in every JSON reader
-
-
-def _stat(pid: int) -> tuple[int, str]:
-    """Parent and start time of a process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[1]), fields[19]
-    except (OSError, ValueError, IndexError):
-        return 0, ""
