@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-__all__ = ["NAME", "Run", "RunLog", "number", "parse_entry", "read_entries", "read_run", "require_regular"]
+__all__ = ["NAME", "Run", "RunLog", "number", "parse_entry", "plain", "read_entries", "read_run", "require_regular"]
 
 NAME = "run.jsonl"
 
@@ -34,7 +34,7 @@ class RunLog:
     def write(self, kind: str, **values: Any) -> None:
         if not self._works:
             return
-        line = json.dumps({"kind": kind, "time": round(time.time(), 3), **_plain(values)}, ensure_ascii=False)
+        line = json.dumps({"kind": kind, "time": round(time.time(), 3), **plain(values)}, ensure_ascii=False)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             incomplete = _ends_mid_line(self.path)
@@ -59,16 +59,16 @@ def _ends_mid_line(path: Path) -> bool:
         return False
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Converts a value for JSON: NaN becomes text, numbers of other libraries plain numbers, everything else text."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, bool | int | str) or value is None:
         return value
     if hasattr(value, "item") and not isinstance(value, float):
-        return _plain(value.item())
+        return plain(value.item())
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     return str(value)
@@ -97,6 +97,8 @@ class Run:
     """Time from each start to the end, or to the last entry of a part that was killed."""
     longest_gap: float = 0.0
     """The longest time between two entries."""
+    first_time: float | None = None
+    """Of the first start."""
     last_time: float | None = None
     """Of the last entry with a time; None after the end of a part."""
 
@@ -122,6 +124,8 @@ class Run:
     def _add_time(self, kind: str, moment: float | None) -> None:
         if moment is None:
             return
+        if self.first_time is None and kind == "start":
+            self.first_time = moment
         if self.last_time is not None and kind != "start":
             gap = max(moment - self.last_time, 0.0)
             self.seconds, self.longest_gap = self.seconds + gap, max(self.longest_gap, gap)

@@ -14,7 +14,7 @@ from stoker.english import duration
 from stoker.run_report.figures import median, waits_of
 from stoker.run_report.log import Run, number
 
-__all__ = ["Status", "joined", "sections", "status_of", "title_of"]
+__all__ = ["Status", "began", "joined", "sections", "status_of", "title_of"]
 
 _TASKS = {
     "qa": "question answering",
@@ -71,15 +71,19 @@ class Status:
 
 
 def status_of(run: Run) -> Status:
-    began = time.strftime("%d %B %Y, %H:%M", time.localtime(run.start.get("time") or 0)) if run.start else ""
-    facts = [began, (run.start.get("machine") or {}).get("cpu")]
     end = run.others.get("end")
     if end is not None and run.finished:
-        return Status(True, "finished", joined(facts))
+        return Status(True, "finished", began(run))
     if end is not None:
-        return Status(False, "stopped", joined([(end.get("reason") or "")[:200], *facts]))
+        return Status(False, "stopped", joined([(end.get("reason") or "")[:200], began(run)]))
     last = run.steps[-1]["step"] if run.steps else 0
-    return Status(False, "not finished", joined([f"last seen at step {last}", *facts]))
+    return Status(False, "not finished", joined([f"last seen at step {last}", began(run)]))
+
+
+def began(run: Run) -> str:
+    """When and on which CPU the run began."""
+    moment = time.strftime("%d %B %Y, %H:%M", time.localtime(run.start.get("time") or 0)) if run.start else ""
+    return joined([moment, (run.start.get("machine") or {}).get("cpu")])
 
 
 def joined(parts: list[str | None]) -> str:

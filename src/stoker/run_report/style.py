@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CSS"]
+__all__ = ["CSS", "LIVE_CSS"]
 
 CSS = """
 :root {
@@ -68,3 +68,33 @@ footer { margin-top: 56px; color: var(--muted); font-size: .87rem; }
 }
 @media print { body { background: #fff; } .tile, figure, .example, .card { break-inside: avoid; } }
 """
+
+LIVE_CSS = """
+.pill.busy { color: var(--one); }
+.pill.busy::before { content: ""; display: inline-block; width: .55em; height: .55em; border-radius: 50%;
+  background: currentColor; margin-right: .5em; animation: beat 1.6s ease-in-out infinite; }
+@keyframes beat { 50% { opacity: .25; } }
+@media (prefers-reduced-motion: reduce) { .pill.busy::before { animation: none; } }
+progress { appearance: none; display: block; width: 100%; height: 6px; margin-top: 18px; border: 0; border-radius: 99px;
+  background: var(--line); overflow: hidden; }
+progress::-webkit-progress-bar { background: var(--line); }
+progress::-webkit-progress-value { background: var(--one); border-radius: 99px; }
+progress::-moz-progress-bar { background: var(--one); }
+#connection.lost { color: var(--bad); }
+.chart text { font-size: 11px; fill: var(--muted); font-family: inherit; }
+.chart .value { fill: var(--ink); } .chart .end { text-anchor: end; } .chart .middle { text-anchor: middle; }
+.chart .grid { stroke: var(--grid); stroke-width: .8; } .chart .mark { stroke: var(--muted); stroke-dasharray: 2 3; }
+.chart path { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+.chart path.faint { stroke-width: 1; opacity: .35; }
+.chart .hover { stroke: var(--muted); stroke-width: 1; }
+.chart path.one { stroke: var(--one); } .chart path.two { stroke: var(--two); } .chart path.three { stroke: var(--three); }
+.chart path.four { stroke: var(--four); } .chart path.five { stroke: var(--five); }
+.chart :is(rect, circle, text).one { fill: var(--one); } .chart :is(rect, circle, text).two { fill: var(--two); }
+.chart :is(rect, circle, text).three { fill: var(--three); } .chart :is(rect, circle, text).four { fill: var(--four); }
+.chart :is(rect, circle, text).five { fill: var(--five); }
+.runs .pill { margin: 0; white-space: nowrap; } .runs td { white-space: nowrap; } .runs tr:first-child th { white-space: nowrap; }
+.runs td, .runs tr:first-child th { padding: 8px 14px 8px 0; } .runs th:first-child { white-space: nowrap; color: var(--ink); }
+.runs :is(th, td):nth-child(2), .runs tr:first-child th:first-child { text-align: left; }
+.swatch { width: 24px; height: 6px; margin-right: 9px; vertical-align: middle; stroke-width: 3; stroke-linecap: round; }
+"""
+"""What the live page and the comparison of runs have besides: the state of a run, and charts that a script draws."""

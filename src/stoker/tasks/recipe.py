@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from stoker import __version__
+from stoker.command_options import options_of
 from stoker.documents import BadDocument, parse_json, parse_yaml
 from stoker.errors import UserError
 from stoker.hf.secrets import without_secrets
@@ -73,38 +74,7 @@ def _arguments(options: dict[str, Any]) -> list[str]:
 
 def write(folder: Path, task: str, argv: Sequence[str]) -> None:
     """Writes the recipe that repeats a run into its folder. Tokens and passwords are left out."""
-    options = {"task": task, **_options(without_secrets(argv, instead=None))}
+    options = {"task": task, **options_of(without_secrets(argv, instead=None))}
     command = shlex.join(["stoker", "train", str(folder / FILE), "--output_dir", "NEW_FOLDER"])
     head = f"# Written by Stoker {__version__}. To repeat the run, in the folder where it was started:\n#   {command}\n"
     write_text(folder / FILE, head + yaml.safe_dump(options, sort_keys=False, allow_unicode=True, width=120))
-
-
-def _options(argv: Sequence[str]) -> dict[str, Any]:
-    """The options of a command line, by name. What stands twice has its last value, as on the command line."""
-    found: dict[str, list[str]] = {}
-    name = ""
-    for word in argv:
-        if word.startswith("--"):
-            option, equals, value = word[2:].partition("=")
-            name = option.replace("-", "_")
-            found[name] = [value] if equals else []
-        else:
-            found[name].append(word)
-    return {name: _value(words) for name, words in found.items()}
-
-
-def _value(words: list[str]) -> Any:
-    if len(words) == 1:
-        return _plain(words[0])
-    return [_plain(word) for word in words] or True
-
-
-def _plain(word: str) -> Any:
-    """A word as YAML writes it without quotes where it is a number or a switch, such as 7 and true."""
-    if word in {"True", "true", "False", "false"}:
-        return word.lower() == "true"
-    try:
-        number = int(word)
-    except ValueError:
-        return word
-    return number if str(number) == word else word

@@ -1,0 +1,105 @@
+"""The page of `stoker runs --html`: a table of runs and their curves over each other, in the style of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.ticker import FuncFormatter
+
+from stoker.run_report.compare import Comparison, RunSummary
+from stoker.run_report.compare_texts import figures, setting
+from stoker.run_report.drawing import COLORS, STYLE, as_svg, new_figure, style_axes
+from stoker.run_report.figures import points, smooth
+from stoker.run_report.log import number
+from stoker.run_report.templates import template
+
+__all__ = ["render_overlay"]
+
+_DASHES = ("", "5 3")
+_DRAWN = len(COLORS) * len(_DASHES)
+Points = tuple[Sequence[float], Sequence[float]]
+
+
+def render_overlay(found: Comparison) -> str:
+    differing = found.differing
+    rows = [
+        {"number": i + 1, "name": one.name, "label": one.state.label, "tone": one.state.tone, "line": _line(i),
+         "figures": figures(one, found.metric), "settings": [setting(values[i]) for values in differing.values()]}
+        for i, one in enumerate(found.runs)
+    ]  # fmt: skip
+    return template("overlay.html.jinja").render(
+        title=f"{len(rows)} training runs" if len(rows) > 1 else "One training run",
+        metric=found.metric_name, settings=list(differing), rows=rows, plots=_plots(found), drawn=min(_DRAWN, len(rows)),
+    )  # fmt: skip
+
+
+def _line(place: int) -> dict[str, str] | None:
+    """The colour and dashes of a run's curves; None beyond those that are drawn."""
+    if place >= _DRAWN:
+        return None
+    return {"color": list(COLORS)[place % len(COLORS)], "dashes": _DASHES[place // len(COLORS)]}
+
+
+def _plots(found: Comparison) -> list[tuple[Markup, str]]:
+    plots = [
+        (_overlay(found, "Loss", _loss), "Running means."),
+        (
+            _overlay(found, "Loss over time", _loss_over_time, unit="minutes"),
+            "Since each run's first start; running means.",
+        ),
+        (_overlay(found, "Loss on the evaluation data", _evaluations("eval_loss")), ""),
+        (_overlay(found, "Tokens per second", _throughput), "Real tokens only; padding is not counted."),
+    ]
+    if found.metric and found.metric.startswith("eval_") and found.metric != "eval_loss":
+        plots.insert(0, (_overlay(found, found.metric_name, _evaluations(found.metric), low=None), ""))
+    return [(svg, caption) for svg, caption in plots if svg is not None]
+
+
+def _loss(one: RunSummary) -> Points:
+    steps, losses = points(one.run.steps, "loss")
+    return steps, smooth(losses)
+
+
+def _loss_over_time(one: RunSummary) -> Points:
+    timed = [
+        entry for entry in one.run.steps if number(entry, "time") is not None and number(entry, "loss") is not None
+    ]
+    began = one.run.first_time
+    if began is None:
+        return [], []
+    return [max(entry["time"] - began, 0.0) / 60 for entry in timed], smooth([entry["loss"] for entry in timed])
+
+
+def _evaluations(metric: str) -> Callable[[RunSummary], Points]:
+    return lambda one: points(one.run.evaluations, metric)
+
+
+def _throughput(one: RunSummary) -> Points:
+    return points(one.run.steps, "tokens_per_second")
+
+
+def _overlay(
+    found: Comparison, title: str, read: Callable[[RunSummary], Points], *, unit: str = "step", low: float | None = 0.0
+) -> Markup | None:
+    curves = [(i, read(one)) for i, one in enumerate(found.runs[:_DRAWN])]
+    curves = [(i, curve) for i, curve in curves if curve[0]]
+    if not curves:
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure, (axis,) = new_figure(2.9)
+        for i, (steps, values) in reversed(curves):  # the best on top
+            line: Any = _line(i)
+            dashes: Any = (0, tuple(float(one) / 2 for one in line["dashes"].split())) if line["dashes"] else "-"
+            marker = "o" if len(steps) < 12 else None
+            axis.plot(
+                steps, values, color=COLORS[line["color"]], linestyle=dashes, linewidth=1.6, marker=marker, markersize=4
+            )
+        style_axes(axis, title[:1].upper() + title[1:])
+        axis.set_xlabel(unit, fontsize=10)
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        if low is not None:
+            axis.set_ylim(bottom=low)
+        return as_svg(figure, f"{title} of {len(curves)} runs")

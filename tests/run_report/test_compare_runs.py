@@ -1,0 +1,164 @@
+"""`stoker runs` shows which settings differ, sorts by a metric, and draws the curves of several runs over each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attack.run_logs import MARKUP, variants
+from stoker.cli import main
+from stoker.process_life import facts_of
+from stoker.run_report.compare import is_lower_better
+from stoker.run_report.log import NAME, RunLog
+
+
+def log_a_run(
+    folder: Path, rate: float, f1: list[float], *, end: str | None = "finished", typed: str = "", **start: Any
+) -> Path:
+    log = RunLog(folder)
+    command = f"stoker train qa --train_file a.json --output_dir {folder} --seed 1 {typed}"
+    log.write("start", task="qa", model="org/bert", command=command, machine={"cpu": "A CPU", "threads": 2},
+              arguments={"learning_rate": rate, "output_dir": str(folder), "num_train_epochs": 2.0}, **start)  # fmt: skip
+    for step in range(1, 21):
+        log.write("step", step=step, loss=1 / step + rate, tokens_per_second=1000 / rate)
+    for number, value in enumerate(f1):
+        log.write("evaluation", step=10 * number, eval_f1=value, eval_loss=1 - value / 100)
+    if end:
+        log.write("end", reason=end, step=20)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    log_a_run(tmp_path / "out" / "slow", 1.0, [10.0, 60.0, 50.0])
+    log_a_run(tmp_path / "out" / "deep" / "fast", 2.0, [20.0, 80.0], typed="--max_seq_length 128 --live")
+    log_a_run(tmp_path / "out" / "gone", 4.0, [], end=None, process={**facts_of(os.getpid()), "started": "1"})
+    (tmp_path / "out" / "no run here").mkdir()
+    return tmp_path / "out"
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main(["runs", *argv, "--json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_runs_are_sorted_by_their_best_score_with_the_settings_that_differ(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = as_json(capsys, str(runs))
+    assert found["by"] == "eval_f1"
+    assert [Path(one["folder"]).name for one in found["runs"]] == ["fast", "slow", "gone"]
+    assert [one["best"] for one in found["runs"]] == [{"value": 80.0, "step": 10}, {"value": 60.0, "step": 10}, None]
+    assert [one["status"] for one in found["runs"]] == ["finished", "finished", "killed"]
+    assert [one["tokens_per_second"] for one in found["runs"]] == [500.0, 1000.0, 250.0]
+    assert [one["settings"] for one in found["runs"]] == [
+        {"max_seq_length": 128, "learning_rate": 2},
+        {"max_seq_length": None, "learning_rate": 1},
+        {"max_seq_length": None, "learning_rate": 4},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("by", "metric", "order"),
+    [
+        ("loss", "loss", ["slow", "fast", "gone"]),
+        ("eval_loss", "eval_loss", ["fast", "slow", "gone"]),
+        ("tokens_per_second", "tokens_per_second", ["slow", "fast", "gone"]),
+        ("f1", "eval_f1", ["fast", "slow", "gone"]),
+    ],
+)
+def test_runs_are_sorted_by_the_metric_that_is_named(
+    runs: Path, capsys: pytest.CaptureFixture[str], by: str, metric: str, order: list[str]
+) -> None:
+    found = as_json(capsys, str(runs), "--by", by)
+    assert found["by"] == metric
+    assert [Path(one["folder"]).name for one in found["runs"]] == order
+
+
+def test_lower_is_better_for_losses_and_errors_only() -> None:
+    assert [is_lower_better(name) for name in ("eval_loss", "loss", "eval_perplexity", "duration", "eval_mse")] == [
+        True
+    ] * 5
+    assert [is_lower_better(name) for name in ("eval_f1", "eval_accuracy", "tokens_per_second")] == [False] * 3
+
+
+def test_the_table_has_a_line_for_each_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(runs / "slow"), str(runs / "gone"), str(runs / "deep")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[0] == ["run", "status", "f1", "tokens/s", "duration", "max_seq_length", "learning_rate"]
+    assert lines[2][:6] == ["1", "deep/fast", "finished", "80", "(step", "10)"]
+    assert lines[4] == ["3", "gone", "killed", "-", "250", "0", "s", "default", "4"]
+
+
+def test_the_page_draws_the_curves_over_each_other_and_escapes_names(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_a_run(runs / "<img src=x>", 3.0, [30.0, 40.0], typed=f"--note '{MARKUP}'")
+    page = runs / "compare.html"
+    assert main(["runs", str(runs), "--html", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(page)
+    text = page.read_text()
+    assert text.count("<figure>") == 5
+    assert "F1 of 3 runs" in text or "f1 of 3 runs" in text
+    assert "Loss over time of 4 runs" in text
+    assert "<img" not in text
+    assert "<script" not in text
+    assert "#0a0b" not in text, "every placeholder colour became a variable"
+
+
+def test_more_runs_than_can_be_told_apart_are_in_the_table_only(tmp_path: Path) -> None:
+    for number in range(12):
+        log_a_run(tmp_path / f"run{number}", 1.0 + number, [float(number)])
+    assert main(["runs", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "The curves are those of the first 10." in text
+    assert "Loss of 10 runs" in text
+    assert text.count('class="swatch"') == 10
+
+
+def test_bad_requests_give_one_sentence_and_exit_code_2(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / NAME).touch()
+    for argv, words in (
+        ([str(tmp_path / "missing")], "does not exist"),
+        ([str(tmp_path / "empty")], "has no run.jsonl"),
+        ([str(runs), str(tmp_path / "empty")], "has no run.jsonl"),
+        (
+            [str(runs), "--by", "f2"],
+            "--by f2 was not measured; choose one of f1, eval_loss, tokens_per_second, loss, duration",
+        ),
+        ([str(tmp_path / "new"), "--by", "f1"], "have logged nothing yet"),
+        ([str(runs), "--html", str(tmp_path / "nowhere" / "x.html")], "cannot be written"),
+        ([], "required: DIR"),
+    ):
+        assert main(["runs", *argv]) == 2, argv
+        captured = capsys.readouterr()
+        assert words in captured.err, captured.err
+        assert captured.err.count("\n") == 1
+        assert captured.out == ""
+    assert main(["runs", str(tmp_path / "new")]) == 0, "a run that has not begun is listed"
+    assert "not started" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "stoker.run_report.overlay", raising=False)
+    assert main(["runs", str(runs), "--html", str(tmp_path / "x.html")]) == 2
+    assert "pip install 'stoker[report]'" in capsys.readouterr().err
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_any_log_can_be_compared(tree_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = log_a_run(tree_path / "good", 1.0, [1.0])
+    for number, (name, folder) in enumerate(variants(11, tree_path / "odd", more=5)):
+        if number % 25:
+            continue
+        assert main(["runs", str(folder), str(good)]) in (0, 2), name
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        assert captured.out or captured.err.count("\n") == 1
