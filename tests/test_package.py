@@ -34,7 +34,8 @@ def test_the_wheel_carries_the_native_library_and_the_types(installed: metadata.
     names = {str(file) for file in installed.files or ()}
     assert {"stoker/_native/libstoker-baseline.so", "stoker/_native/stoker.h"} <= names
     assert "stoker/py.typed" in names
-    assert "stoker/run_report/page.html.jinja" in names
+    for name in ("page.html.jinja", "live.html.jinja", "live_page.js", "overlay.html.jinja"):
+        assert f"stoker/run_report/{name}" in names
     assert not [name for name in names if name.startswith(("tests", "csrc", "docs"))]
 
 

@@ -18,6 +18,8 @@ _SIMPLE = {
     "ask": ["--model", "--text", "--file", "--question", "--no-answer", "--max-seq-length", "--json"],
     "chat": ["--model", "--prompt", "--system", "--max_new_tokens", "--temperature"],
     "report": ["--output"],
+    "watch": ["--port", "--host", "--process"],
+    "runs": ["--by", "--json", "--html"],
     "config": ["show", "check", "migrate", "--yes", "--config_file", "--num_processes", "--mixed_precision", "default"],
     "plan": ["--nodes", "--network", "--latency", "--model", "--task", "--batch", "--length", "--rows", "--price", "--processes",
              "--step", "--parameters", "--out", "--json", "--fresh", "--lora_r", "--full", "--labelled", "--cores", "--gflops",
@@ -78,14 +80,16 @@ def any_command(r: random.Random, base: Path) -> Case:
         argv += ["--model", "model", r.choice(("--text", "--file")), r.choice((_value(r), "t.txt", "zero.json", "-"))]
     elif command == "chat":
         argv += ["--model", "llm", "--max_new_tokens", "3"] if r.random() < 0.8 else []
-    elif command == "report":
+    elif command in ("report", "runs"):
         argv.insert(1, r.choice((_value(r), "run")))
+    elif command == "watch":
+        argv += ["run", "--process", "0"]  # refused last, so that nothing is served
     elif command == "config" and not {"show", "check", "migrate"} & set(argv):
         argv += ["--config_file", "new.yaml"]
     stdin = odd.value(r).encode("utf-8", "surrogatepass")
     codes = (0, 1, 2) if command in ("config", "selftest") else (0, 2)
     # The user chooses where to write, so any name that does not exist may be created.
-    writes = ("*",) if command in ("plan", "report", "config", "demo") else _WRITES
+    writes = ("*",) if command in ("plan", "report", "runs", "config", "demo") else _WRITES
     return Case(argv, _files(base), _links(base), stdin, writes=writes, codes=codes)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from rig.chromium import FLAGS, executable
 from stoker.cli import main
 from stoker.errors import UserError
 from stoker.run_report.log import RunLog
@@ -118,10 +118,8 @@ def test_a_folder_without_a_log_is_reported_in_one_sentence(tmp_path: Path, caps
 
 
 def browse(page: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     return subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars", "--enable-logging=stderr",
+        [executable(), *FLAGS, "--enable-logging=stderr",
          f"--user-data-dir={folder / 'profile'}", *options, page.as_uri()],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip

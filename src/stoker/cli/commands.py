@@ -29,6 +29,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("use", "Train", "try a trained model: classify, tag, search, rerank, fill, answer, chat", "stoker.cli.use"),
     Command("ask", "Train", "ask a trained model about a text", "stoker.cli.ask"),
     Command("chat", "Train", "talk to a language model in the terminal", "stoker.cli.chat"),
+    Command("watch", "Train", "show a run in the browser while it trains", "stoker.cli.watch"),
     Command("runs", "Train", "compare runs: settings that differ, scores, speed, curves", "stoker.cli.runs"),
     Command("report", "Train", "generate the report page of a run from its log", "stoker.cli.report"),
     Command("config", "Launch", "answer a few questions once; every launch uses the answers", "stoker.cli.config"),

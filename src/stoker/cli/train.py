@@ -89,6 +89,7 @@ Logs:
   --logging_steps N
   --eval_strategy steps|epoch     evaluate while training, every --eval_steps
   --report_to tensorboard         or another integration of transformers
+  --live                          show the run in the browser while it trains (--live_port N)
 """
 
 _HELP = {
@@ -244,6 +245,7 @@ Training:
   --gradient_accumulation_steps 1, --seed 42
   --samples 3                     answers in the report, before and after training
   --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
+  --live                          show the run in the browser while it trains (--live_port N)
   --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
   --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train sft ...
 
@@ -282,6 +284,7 @@ Training:
   --num_train_epochs 3, --max_steps N, --learning_rate 2e-5, --warmup_steps 0.1, --seed 42
   --per_device_train_batch_size   64 where the other rows of a batch are negatives, else 16
   --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
+  --live                          show the run in the browser while it trains (--live_port N)
   --samples 3                     examples in the report, before and after training
   --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
   --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train embed ...
@@ -320,6 +323,7 @@ Training:
   --num_train_epochs 3, --max_steps N, --learning_rate 2e-5, --warmup_steps 0.1, --seed 42
   --per_device_train_batch_size   64 where the other rows of a batch are negatives, else 16; or --tokens_per_batch N
   --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
+  --live                          show the run in the browser while it trains (--live_port N)
   --samples 3                     examples in the report, before and after training
   --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
   --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train rerank ...

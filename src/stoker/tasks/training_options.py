@@ -93,6 +93,13 @@ class DataOptions:
     skip_memory_check: bool = field(
         default=False, metadata={"help": "Train even if the estimate exceeds the free memory."}
     )
+    live: bool = field(
+        default=False, metadata={"help": "Show the run in the browser while it trains (`stoker watch`)."}
+    )
+    live_port: int = field(default=0, metadata={"help": "The port for --live; 0: a free one."})
+    live_host: str = field(
+        default="127.0.0.1", metadata={"help": "The address for --live to listen on; 0.0.0.0: every interface."}
+    )
 
 
 class OptionParser(StrictValues, HfArgumentParser):  # type: ignore[misc]
@@ -133,7 +140,7 @@ _AT_LEAST_1 = (
 _AT_LEAST_0 = (
     "doc_stride", "dataloader_num_workers", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
     "num_train_epochs", "neftune_noise_alpha", "label_smoothing_factor", "seed", "lora_dropout", "samples", "beta",
-    "mining_margin", "mining_skip",
+    "mining_margin", "mining_skip", "live_port",
 )  # fmt: skip
 _BELOW = {
     "adam_beta1": 1,
@@ -154,6 +161,7 @@ _BELOW = {
     "samples": 101,
     "mine_negatives": 101,
     "mining_margin": 1,
+    "live_port": 65536,
 }
 """Outside these ranges, options fail late with a library's own error, or silently do something else."""
 
@@ -180,7 +188,7 @@ def _check_range(options: Any) -> None:
 _MAPPINGS = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
 _PATHS = (
     "output_dir", "model_name_or_path", "config_name", "tokenizer_name", "cache_dir", "train_file", "validation_file",
-    "test_file", "corpus_file", "logging_dir", "resume_from_checkpoint",
+    "test_file", "corpus_file", "logging_dir", "resume_from_checkpoint", "live_host",
 )  # fmt: skip
 
 

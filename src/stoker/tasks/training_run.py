@@ -21,6 +21,7 @@ from stoker.hf.checkpointing.restart import Start
 from stoker.hf.measured_rates import machine_rates
 from stoker.hf.secrets import without_secrets
 from stoker.hf.trainer import Trainer
+from stoker.run_report.live_process import start_live
 from stoker.tasks import memory_estimate, recipe
 from stoker.tasks.collate import Collator
 from stoker.tasks.display import use_display
@@ -77,7 +78,19 @@ def begin(task: str, argv: list[str], data_options: Any, arguments: Any = Traini
     if args.do_train:
         check_optimizer(args)
     _check_output(args)
-    return Job(task, argv, model, data, args, Console(stderr=True, highlight=False, markup=False, soft_wrap=True))
+    job = Job(task, argv, model, data, args, Console(stderr=True, highlight=False, markup=False, soft_wrap=True))
+    _serve_live(job)
+    return job
+
+
+def _serve_live(job: Job) -> None:
+    """On rank 0, which writes the log."""
+    if not job.data.live or job.args.process_index != 0:
+        return
+    if job.args.do_train:
+        job.print(start_live(Path(job.args.output_dir), job.data.live_host, job.data.live_port))
+    else:
+        log.warning("--live is ignored: it shows training, and --do_train is not given")
 
 
 def _log_to_stderr() -> None:
