@@ -15,7 +15,7 @@ class Events:
 
     def __init__(self, address: str) -> None:
         place = urlsplit(address)
-        self.connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
+        self.connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=300)
         self.connection.request("GET", place.path + "events")
         self.answer = self.connection.getresponse()
         assert self.answer.getheader("Content-Type") == "text/event-stream; charset=utf-8"
