@@ -38,6 +38,7 @@ VARIABLES = {
     "options": {"_Options"},
     "parser": {"_ActionsContainer"},
     "rendezvous": {"torch.distributed.rendezvous"},
+    "sentence_class": {"SentenceTransformer"},
     "trl_utils": {"trl.trainer.utils"},
 }
 """The classes of other libraries whose objects have these names in Stoker's source."""

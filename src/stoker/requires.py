@@ -250,6 +250,14 @@ PARTS: dict[str, Part] = {
             "setfit.sampler:ContrastiveDataset(*, num_iterations, sampling_strategy, max_pairs)",
         ),
     ),
+    "exported embedding models": Part(
+        "embedding models and rerankers that were exported cannot be loaded",
+        (
+            "sentence_transformers:SentenceTransformer._load_with_module_classes",
+            "sentence_transformers.base.modules.transformer:Transformer._load_model(model_name_or_path, transformer_task, "
+            "config, backend, is_peft_model, ...)",
+        ),
+    ),
     "TrainingArguments": Part(
         "retired arguments are not accepted",
         (

@@ -17,6 +17,7 @@ _SIMPLE = {
     "demo": ["--output_dir", "--seconds", "--questions", "--seed", "--model", "--no-compare", "--sft"],
     "ask": ["--model", "--text", "--file", "--question", "--no-answer", "--max-seq-length", "--json"],
     "chat": ["--model", "--prompt", "--system", "--max_new_tokens", "--temperature"],
+    "export": ["--to", "--int8", "--output_dir", "--validation_file"],
     "report": ["--output"],
     "watch": ["--port", "--host", "--process"],
     "runs": ["--by", "--json", "--html"],
@@ -84,12 +85,16 @@ def any_command(r: random.Random, base: Path) -> Case:
         argv.insert(1, r.choice((_value(r), "run")))
     elif command == "watch":
         argv += ["run", "--process", "0"]  # refused last, so that nothing is served
+    elif command == "export":
+        argv.insert(1, r.choice((_value(r), "run", "llm")))
+        argv += ["--to", r.choice(("gguf", "safetensors"))] if r.random() < 0.6 else []
+        argv += ["--output_dir", "new"]  # the models are shared by all cases
     elif command == "config" and not {"show", "check", "migrate"} & set(argv):
         argv += ["--config_file", "new.yaml"]
     stdin = odd.value(r).encode("utf-8", "surrogatepass")
     codes = (0, 1, 2) if command in ("config", "selftest") else (0, 2)
     # The user chooses where to write, so any name that does not exist may be created.
-    writes = ("*",) if command in ("plan", "report", "runs", "config", "demo") else _WRITES
+    writes = ("*",) if command in ("plan", "report", "runs", "config", "demo", "export") else _WRITES
     return Case(argv, _files(base), _links(base), stdin, writes=writes, codes=codes)
 
 

@@ -31,6 +31,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("chat", "Train", "talk to a language model in the terminal", "stoker.cli.chat"),
     Command("watch", "Train", "show a run in the browser while it trains", "stoker.cli.watch"),
     Command("runs", "Train", "compare runs: settings that differ, scores, speed, curves", "stoker.cli.runs"),
+    Command(
+        "export", "Train", "write a model as ONNX, OpenVINO, GGUF or safetensors, to serve it", "stoker.cli.export"
+    ),
     Command("report", "Train", "generate the report page of a run from its log", "stoker.cli.report"),
     Command("config", "Launch", "answer a few questions once; every launch uses the answers", "stoker.cli.config"),
     Command("launch", "Launch", "run a script on the CPUs of one machine or several", "stoker.cli.launch"),

@@ -292,6 +292,7 @@ _SCHEMA: dict[str, Check] = {
     "evaluation": _fields(step=_count),
     "examples": _fields(title=_or_none(_text), rows=_or_none(_list_of(_EXAMPLE))),
     "tables": _fields(tables=_or_none(_list_of(_TABLE))),
+    "exports": _fields(tables=_or_none(_list_of(_TABLE))),
     "waits": _fields(step=_count, rows=_or_none(_list_of(_wait))),
     "speed": _fields(
         sides=_dict_of(_both(bool, _list_of(_positive))), ratio=_or_none(_figure), note=_or_none(_text),

@@ -13,12 +13,14 @@ from typing import Any
 from stoker.english import duration
 from stoker.run_report.figures import median, waits_of
 from stoker.run_report.log import Run, number
+from stoker.run_report.score_names import SCORE_NAMES
 
 __all__ = ["Status", "began", "joined", "sections", "status_of", "title_of"]
 
 _TASKS = {
     "qa": "question answering",
     "classify": "classification",
+    "fewshot": "classification from a few examples",
     "sft": "fine-tuning of a language model",
     "embed": "text embeddings",
     "ner": "named entities",
@@ -38,7 +40,11 @@ def sections(run: Run) -> dict[str, Any]:
         "status": status_of(run),
         "tiles": _tiles(run),
         "waits": _waits(run),
-        "tables": [{"note": None, **table} for table in run.others.get("tables", {}).get("tables") or ()],
+        "tables": [
+            {"note": None, **table}
+            for kind in ("tables", "exports")
+            for table in run.others.get(kind, {}).get("tables") or ()
+        ],
         "examples": [_example(row) for row in run.others.get("examples", {}).get("rows") or ()],
         "examples_title": run.others.get("examples", {}).get("title")
         or _EXAMPLES.get(str(run.start.get("task")), "What it answers"),
@@ -90,16 +96,6 @@ def joined(parts: list[str | None]) -> str:
     return " · ".join(filter(None, parts))
 
 
-_SCORES = {
-    "f1": "F1", "exact_match": "exact match", "exact": "exact match", "accuracy": "accuracy", "pearson": "Pearson",
-    "matthews_correlation": "Matthews", "spearman_cosine": "Spearman", "cosine_ndcg@10": "NDCG@10",
-    "cosine_recall@10": "recall@10", "cosine_mrr@10": "MRR@10", "cosine_accuracy": "accuracy", "cosine_ap": "average precision",
-    "perplexity": "perplexity", "masked_accuracy": "of the masked tokens right",
-    "ndcg@10": "NDCG@10", "mrr@10": "MRR@10", "map": "MAP", "average_precision": "average precision", "spearman": "Spearman",
-    "f1_macro": "macro F1", "f1_micro": "accuracy", "right": "% right answers", "form": "% in the form",
-}  # fmt: skip
-
-
 def _tiles(run: Run) -> list[tuple[str, str]]:
     tiles = _score_tiles(run)
     speed = number(run.others.get("speed", {}), "ratio")
@@ -120,7 +116,7 @@ def _score_tiles(run: Run) -> list[tuple[str, str]]:
     tiles: list[tuple[str, str]] = []
     last = run.evaluations[-1] if run.evaluations else {}
     first = run.evaluations[0] if len(run.evaluations) > 1 else {}
-    for name, label in _SCORES.items():
+    for name, label in SCORE_NAMES.items():
         value, before = number(last, f"eval_{name}"), number(first, f"eval_{name}")
         if value is not None:
             change = f", from {before:.3g}" if before is not None and first["step"] == 0 else ""

@@ -21,6 +21,7 @@ from stoker.tasks.model_folder import (
     WEIGHT_FILES,
     broken_file,
     check_before_loading,
+    exported_file,
     integer_tensors,
 )
 from stoker.tasks.tokens import fast_backend
@@ -256,8 +257,13 @@ def model_of(
     """The model in fp32, and the names of the weights that its files did not contain (those of a new head).
 
     Raises UserError if the files have nothing of the base model, or if sizes differ; warns if part of the base model is random.
-    `prepare` is called with the model as it was read, before its weights are widened to fp32.
+    `prepare` is called with the model as it was read, before its weights are widened to fp32. A folder that `stoker export` has
+    written gives a model that runs the exported file.
     """
+    if os.path.isdir(name) and exported_file(name) is not None:
+        from stoker.tasks.export.exported_model import load_exported
+
+        return load_exported(name, config), []
     model, facts = loaded(
         kind, what, name, flag=flag, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )

@@ -16,8 +16,8 @@ from typing import Any
 from stoker.errors import UserError
 
 __all__ = [
-    "CONFIG_FILES", "TOKENIZER_FILES", "VOCABULARY_FILES", "WEIGHT_FILES", "broken_file", "check_before_loading",
-    "integer_tensors",
+    "CONFIG_FILES", "EXPORT_FILES", "TOKENIZER_FILES", "VOCABULARY_FILES", "WEIGHT_FILES", "broken_file",
+    "check_before_loading", "exported_file", "integer_tensors",
 ]  # fmt: skip
 
 CONFIG_FILES = ("config.json",)
@@ -27,6 +27,9 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json", "*.safetensors")
+EXPORT_FILES = {"onnx": "model.onnx", "openvino": "openvino_model.xml"}
+"""The file of each format in which `stoker export`, and optimum, write a model for another library."""
+_PYTORCH_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 _HEADER = 100 << 20  # bytes that safetensors itself allows for the header of a file
 _MOST = {
@@ -108,6 +111,13 @@ def _index_problem(path: Path) -> str | None:
         return "does not name the file of each tensor (weight_map)"
     missing = sorted(file for file in {*files.values()} if not (path.parent / file).is_file())
     return f"names {missing[0]}, which does not exist" if missing else None
+
+
+def exported_file(name: str | Path) -> Path | None:
+    """The ONNX or OpenVINO file that a folder contains instead of PyTorch weights; None if there is none."""
+    folder = Path(name)
+    found = next((folder / file for file in EXPORT_FILES.values() if (folder / file).is_file()), None)
+    return None if found is None or any(any(folder.glob(one)) for one in _PYTORCH_FILES) else found
 
 
 def integer_tensors(folder: Path) -> set[str]:

@@ -22,7 +22,7 @@ from stoker.hf.secrets import without_secrets
 from stoker.user_files import read_text
 from stoker.whole_files import write_text
 
-__all__ = ["FILE", "expand", "is_recipe", "write"]
+__all__ = ["FILE", "arguments", "expand", "is_recipe", "read", "write"]
 
 FILE = "recipe.yaml"
 _ENDINGS = (".yaml", ".yml", ".json")
@@ -38,7 +38,7 @@ def expand(argv: Sequence[str], tasks: Collection[str]) -> list[str]:
     words = list(argv[1:] if named else argv)
     if not words or not is_recipe(words[0]):
         return list(argv)
-    options = _read(words[0])
+    options = read(words[0])
     task = options.pop("task", argv[0] if named else None)
     if task is None:
         raise UserError(
@@ -48,10 +48,11 @@ def expand(argv: Sequence[str], tasks: Collection[str]) -> list[str]:
         raise UserError(f"recipe {words[0]}: task {task!r} is unknown; choose {', '.join(tasks)}")
     if named and task != argv[0]:
         raise UserError(f"recipe {words[0]} is for stoker train {task}, not for {argv[0]}")
-    return [task, *_arguments(options), *words[1:]]
+    return [task, *arguments(options), *words[1:]]
 
 
-def _read(path: str) -> dict[str, Any]:
+def read(path: str) -> dict[str, Any]:
+    """The options in a recipe, by name."""
     text = read_text(path, "recipe")
     try:
         content = parse_json(text) if path.endswith(".json") else parse_yaml(text)
@@ -62,14 +63,15 @@ def _read(path: str) -> dict[str, Any]:
     return content
 
 
-def _arguments(options: dict[str, Any]) -> list[str]:
-    arguments: list[str] = []
+def arguments(options: dict[str, Any]) -> list[str]:
+    """Options as a command line."""
+    words: list[str] = []
     for name, value in options.items():
         if isinstance(value, list):
-            arguments += [f"--{name}", *map(str, value)]
+            words += [f"--{name}", *map(str, value)]
         elif value is not None:
-            arguments.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
-    return arguments
+            words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    return words
 
 
 def write(folder: Path, task: str, argv: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from stoker.tasks import memory_estimate, recipe
 from stoker.tasks.collate import Collator
 from stoker.tasks.display import use_display
 from stoker.tasks.loading import quiet
+from stoker.tasks.model_folder import exported_file
 from stoker.tasks.training_options import OptionParser, check_optimizer, given
 from stoker.whole_files import write_text
 
@@ -76,6 +77,7 @@ def begin(task: str, argv: list[str], data_options: Any, arguments: Any = Traini
         raise UserError("--output_dir is missing; it names the folder for the model")
     _check_data_given(args, data)
     if args.do_train:
+        _check_trainable(model.model_name_or_path)
         check_optimizer(args)
     _check_output(args)
     job = Job(task, argv, model, data, args, Console(stderr=True, highlight=False, markup=False, soft_wrap=True))
@@ -91,6 +93,13 @@ def _serve_live(job: Job) -> None:
         job.print(start_live(Path(job.args.output_dir), job.data.live_host, job.data.live_port))
     else:
         log.warning("--live is ignored: it shows training, and --do_train is not given")
+
+
+def _check_trainable(name: str) -> None:
+    if (file := exported_file(name)) is not None:
+        raise UserError(
+            f"{name} contains an export ({file.name}), which cannot be trained; name the model it was made from"
+        )
 
 
 def _log_to_stderr() -> None:

@@ -17,8 +17,16 @@ from stoker.english import with_article
 from stoker.errors import UserError
 from stoker.model import optimize, restore
 from stoker.tasks.loading import check_finite, check_vocabulary, config_of, loaded, model_of, row_length, tokenizer_of
+from stoker.tasks.model_folder import exported_file
 
-__all__ = ["Loader", "fast_inference", "load_cross_encoder", "load_sentence_transformer", "set_row_length"]
+__all__ = [
+    "Loader",
+    "fast_inference",
+    "load_cross_encoder",
+    "load_sentence_transformer",
+    "set_row_length",
+    "transformer_of",
+]
 
 log = logging.getLogger("stoker")
 
@@ -81,6 +89,10 @@ class Loader:
         return str(self.kind.__name__)
 
     def from_pretrained(self, name: str, **options: Any) -> Any:
+        if os.path.isdir(name) and (Path(name) / MODULES).exists() and exported_file(transformer_of(Path(name))):
+            from stoker.tasks.export.exported_sentences import load_exported_sentences
+
+            return load_exported_sentences(self.kind, Path(name), **options)
         return self.kind(name, **options)
 
 
@@ -88,14 +100,14 @@ def _check_folder(folder: Path, what: str, flag: str, **options: Any) -> None:
     """Checks the files of the transformer inside as other tasks do; without, random weights might be trained."""
     from transformers import AutoModel
 
-    inner = str(_transformer_of(folder))
+    inner = str(transformer_of(folder))
     config = config_of(inner, flag=flag, **options)
     tokenizer = tokenizer_of(inner, flag=flag, **options)
     check_vocabulary(tokenizer, config, str(folder))
     model_of(AutoModel, inner, config, what=what, flag=flag, **options)
 
 
-def _transformer_of(folder: Path) -> Path:
+def transformer_of(folder: Path) -> Path:
     """The folder of the transformer: modules.json names the parts of a SentenceTransformer, of which it is the first."""
     path = folder / MODULES
     if not path.exists():

@@ -1,0 +1,92 @@
+"""What is exported: the folder, its kind of model, and the options of its run that evaluation needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import UserError
+from stoker.tasks import recipe
+from stoker.tasks.model_folder import exported_file
+from stoker.tasks.use.model_kind import model_kind
+
+__all__ = ["Source", "find_source"]
+
+log = logging.getLogger("stoker")
+
+_TASKS = {
+    "answer": "qa", "classify": "classify", "tag": "ner", "fill": "mlm", "embed": "embed", "rerank": "rerank", "chat": "sft",
+}  # fmt: skip
+_NOT_FOR_EVALUATION = (
+    "train_file",
+    "test_file",
+    "max_train_samples",
+    "max_predict_samples",
+    "mine_negatives",
+    "corpus_file",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str
+    kind: str
+    """One of `use.model_kind.KINDS`."""
+    evaluation: list[str] | None
+    """Options with which `stoker train` evaluates; None without validation data."""
+
+    @property
+    def task(self) -> str:
+        return _TASKS[self.kind]
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.name)
+
+
+def find_source(name: str, validation_file: str | None) -> Source:
+    folder = Path(name)
+    if folder.is_file() and folder.suffix != ".gguf":
+        raise UserError(f"{name} is a file; name the folder of a run or of a model")
+    if folder.is_dir() and exported_file(folder) is not None:
+        raise UserError(
+            f"{name} is an export already; name the folder of the run or of the model that it was made from"
+        )
+    if folder.is_dir() and not any((folder / one).exists() for one in ("config.json", "adapter_config.json", "modules.json")) \
+            and not any(folder.glob("*.gguf")):  # fmt: skip
+        what = "a run without a saved model" if (folder / "run.jsonl").exists() else "neither a run nor a model"
+        raise UserError(f"{name} is {what}: it has no config.json; name the --output_dir of a finished run")
+    kind = model_kind(name)
+    return Source(name, kind, _evaluation(folder, _TASKS[kind], validation_file))
+
+
+def _evaluation(folder: Path, task: str, validation_file: str | None) -> list[str] | None:
+    """The options of the run's recipe that are about data; `validation_file` takes precedence over its own."""
+    options: dict[str, Any] = {}
+    if (folder / recipe.FILE).is_file():
+        options = recipe.read(str(folder / recipe.FILE))
+        if options.get("task") != task:
+            options = {}
+    own = options.get("validation_file")
+    if validation_file is not None:
+        if not os.path.isfile(validation_file):
+            raise UserError(f"--validation_file {validation_file} does not exist")
+        if task == "sft":
+            raise UserError(
+                "--validation_file is for encoders: of language models, the next tokens they predict are compared"
+            )
+        options |= {"validation_file": validation_file, "dataset_name": None}
+    elif own is not None and not all(map(os.path.isfile, own if isinstance(own, list) else [own])):
+        log.warning("the validation file of the run, %s, is not here; name it with --validation_file", own)
+        return None
+    if task == "sft" or not (options.get("validation_file") or options.get("dataset_name") or options.get("task_name")):
+        return None
+    module = importlib.import_module(f"stoker.tasks.{task}.fine_tune")
+    kind = getattr(module, f"{task.capitalize()}Options")
+    known = {one.name for one in dataclasses.fields(kind)} - {*_NOT_FOR_EVALUATION}
+    return recipe.arguments({name: value for name, value in options.items() if name in known})
