@@ -226,6 +226,8 @@ def serve() -> None:
     for name in (*TORCH, *OTHERS, *sys.argv[2:-1]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    # Imports tabulate, if it is installed. An import at exit makes Python forget that it was interrupted.
+    atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
     connection = socket.socket(fileno=os.dup(0))
     variables = dict(os.environ)
     ctypes.CDLL(None).clearenv()  # copies, so that the original memory can be used for what /proc shows
