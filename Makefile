@@ -16,11 +16,11 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check -q
 FROM_SOURCE := --no-build-isolation -C cmake.define.STOKER_COMPILE_BACKEND=OFF
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLists.txt pyproject.toml
 
-.PHONY: help mpis oldest certify demo demo-sft test lint format bench attack sanitize emulate wheel clean install
+.PHONY: help mpis oldest certify demo demo-sft test lint format bench attack sanitize emulate arm wheel docs container-check clean install
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: install ## teach a small model to read, measured against stock; about four minutes
 	@$(BIN)/stoker demo --output_dir build/demo
@@ -64,8 +64,25 @@ sanitize: install ## the C++ under AddressSanitizer and UndefinedBehaviorSanitiz
 emulate: install ## the AVX-512 build in an emulator, where the CPU has no AVX-512 (Debian, x86-64)
 	@$(BIN)/python tests/kernels/emulate.py
 
-wheel: install ## build the wheel into dist/
-	@$(BIN)/python -m build --wheel -q
+arm: install ## the aarch64 build, compiled by a cross compiler and run under QEMU (Debian)
+	@$(BIN)/python tests/kernels/arm.py
+
+# The wheel is built from the source distribution, in isolation. libgomp stays outside: there must be one OpenMP runtime, torch's.
+wheel: install ## build the wheel (manylinux) and the source distribution into dist/, and install both into empty environments
+	@rm -rf dist build/dist
+	@mkdir -p build/dist
+	@$(BIN)/python -m build --outdir build/dist >build/dist/log 2>&1 || { cat build/dist/log; exit 1; }
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/dist/*.whl >>build/dist/log 2>&1 || { cat build/dist/log; exit 1; }
+	@cp build/dist/*.tar.gz dist
+	@$(BIN)/python tests/package/check_wheel.py dist
+	@ls -sh dist
+
+docs: install ## the documentation as a site, in build/site; a link that leads nowhere is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	@echo "build/site/index.html"
+
+container-check: install ## the root file system of Containerfile, made by debootstrap and run by chroot (Debian, root)
+	@$(BIN)/python tests/package/check_container.py $(CONTAINER_ARGS)
 
 # Each in a directory of its own: they would overwrite each other's mpirun.
 MPI_impi    := impi-rt==2021.18.1

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from native_calls import Native
 
-__all__ = ["CASES", "LEFT_OUT", "Case"]
+__all__ = ["CASES", "LEFT_OUT", "Case", "Results"]
 
 Results = dict[str, np.ndarray]
 THREADS = 2

@@ -5,6 +5,7 @@
 DIRECTORY holds the builds. Exits 0 if every case agrees on all of them and every exported function has a case; a kernel that
 leaves its buffers ends the process with SIGSEGV, after the name of the case. For tests/kernels/emulate.py, `--write` keeps a
 checksum of every result, `--files` lists what the process has loaded, and `--expect` compares with checksums from elsewhere.
+For tests/kernels/arm.py, `--results` keeps the results of the first build, and `--against` compares with such a file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from build_cases import CASES, LEFT_OUT, Case
+from build_cases import CASES, LEFT_OUT, Case, Results
 from native_calls import Native
 
 # What rounding may do between builds, as a share of the result and of the largest result of its kind: sums of some hundred
@@ -50,9 +51,15 @@ def difference(found: np.ndarray, expected: np.ndarray, exact: bool) -> str | No
     return f"{where.size} of {gap.size} elements differ, first {where[:4]}, at most {worst:.2g} ({kind}, allowed {allowed:.2g})"
 
 
-def compare(case: Case, builds: dict[str, Native], expected: dict[str, int]) -> tuple[list[str], dict[str, int]]:
-    """What differs in a case, and the checksum of its results on each build."""
-    reference, wrong, sums = None, [], {}
+def compare(
+    case: Case, builds: dict[str, Native], expected: dict[str, int], reference: Results | None = None
+) -> tuple[list[str], dict[str, int], Results]:
+    """What differs in a case, the checksum of its results on each build, and the reference results.
+
+    The reference is the first build's, unless results from another machine are given.
+    """
+    wrong, sums = [], {}
+    origin = "the other machine" if reference else next(iter(builds))
     for level, native in builds.items():
         print(f"{case.name}: {level}", flush=True)
         results = {name: np.array(values) for name, values in case.run(native).items()}
@@ -63,8 +70,23 @@ def compare(case: Case, builds: dict[str, Native], expected: dict[str, int]) -> 
         reference = reference or results
         for name, values in results.items():
             if text := difference(values, reference[name], case.exact):
-                wrong.append(f"{case.name}: {name} of {level} is not that of {next(iter(builds))}: {text}")
-    return wrong, sums
+                wrong.append(f"{case.name}: {name} of {level} is not that of {origin}: {text}")
+    assert reference is not None
+    return wrong, sums, reference
+
+
+def save_results(path: Path, results: dict[str, Results]) -> None:
+    named = {f"{case}\n{name}": values for case, arrays in results.items() for name, values in arrays.items()}
+    np.savez(path, names=list(named), **{f"array{index}": values for index, values in enumerate(named.values())})
+
+
+def load_results(path: Path) -> dict[str, Results]:
+    results: dict[str, Results] = {}
+    with np.load(path) as archive:
+        for index, both in enumerate(archive["names"]):
+            case, _, name = str(both).partition("\n")
+            results.setdefault(case, {})[name] = archive[f"array{index}"]
+    return results
 
 
 def exported(library: Path) -> set[str]:
@@ -97,25 +119,34 @@ def main() -> int:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--files", type=Path)
     parser.add_argument("--expect", type=Path)
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--against", type=Path)
     options = parser.parse_args()
     faulthandler.enable()
     directory = options.directory.resolve()  # the loader searches elsewhere for a name without a directory
     builds = {level: Native(str(directory / f"libstoker-{level}.so")) for level in options.builds}
     expected = json.loads(options.expect.read_text()) if options.expect else {}
+    reference = load_results(options.against) if options.against else {}
     wrong: list[str] = []
-    sums = {}
+    sums, results = {}, {}
     cases = [case for case in CASES if case.emulated or not options.expect]
     for case in cases:
-        differing, sums[case.name] = compare(case, builds, expected.get(case.name, {}))
+        if options.against and case.name not in reference:
+            wrong.append(f"{case.name}: not in {options.against}")
+        differing, sums[case.name], results[case.name] = compare(
+            case, builds, expected.get(case.name, {}), reference.get(case.name)
+        )
         wrong += differing
     for level, native in builds.items():
         if (found := native.call("isa").decode()) != level:
             wrong.append(f"libstoker-{level}.so says that it is {found}")
-    if not options.expect:  # there is no nm in the emulated machine, and the cases are the same
+    if not options.expect and not options.against:  # an emulated machine has no nm, and its cases are the same
         missing = without_case(directory, set().union(*(native.reached for native in builds.values())))
         wrong += [f"{name} is exported but has no case in tests/kernels/build_cases.py" for name in sorted(missing)]
     if options.write:
         options.write.write_text(json.dumps(sums))
+    if options.results:
+        save_results(options.results, results)
     if options.files:
         options.files.write_text("\n".join(loaded_files()))
     print("\n".join(wrong) if wrong else f"{len(cases)} cases x {len(builds)} builds equal")

@@ -28,6 +28,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import build_cases
+import debian
+from debian import Obstacle
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent.parent / "build" / "emulate"
@@ -56,12 +58,7 @@ COMMAND_LINE = (
 )
 # Far above what a run takes; by the clock, a machine that other programs use needs several times its CPU time.
 CPU_SECONDS, WALL_SECONDS = 400, 3600
-APT_SECONDS = 600  # a mirror that stalls must not hold up the tests
 MARK = "stoker: "
-
-
-class Obstacle(Exception):
-    """Why this machine cannot run the emulator, as a sentence."""
 
 
 def main() -> int:
@@ -83,7 +80,7 @@ def emulate(started: float) -> int:
         return 0
     libraries = Path(native.library()._name).parent
     BUILD.mkdir(parents=True, exist_ok=True)
-    install_packages()
+    debian.install(PACKAGES, BUILD / "apt.log", "emulate")
     kernel = fetch_kernel()
     python = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
     count = run_natively(python, libraries, native.available()[::-1])
@@ -104,38 +101,8 @@ def emulate(started: float) -> int:
 # --- packages -----------------------------------------------------------------------------------------------------------
 
 
-def missing_packages() -> list[str]:
-    return [name for name, path in PACKAGES.items() if not os.path.exists(path)]
-
-
-def install_packages() -> None:
-    missing = missing_packages()
-    if not missing:
-        return
-    need_apt()
-    if os.geteuid():
-        raise Obstacle(f"packages are missing and only root can install them: sudo apt-get install {' '.join(missing)}")
-    print(f"emulate: installing {' '.join(missing)}", flush=True)
-    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing]
-    if apt(install) and (apt(["apt-get", "update", "-qq"]) or apt(install)):
-        raise Obstacle(f"the packages {' '.join(missing)} could not be installed: {last_line(BUILD / 'apt.log')}")
-
-
-def need_apt() -> None:
-    if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
-        raise Obstacle("the emulator and its kernel come from Debian's packages, and there is no apt-get here")
-
-
 def apt(command: list[str], cwd: Path | None = None) -> int:
-    """The exit code of an apt command; 1 if a mirror stalls."""
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
-    with (BUILD / "apt.log").open("a") as log:
-        try:
-            return subprocess.run(
-                command, cwd=cwd, env=environment, stdout=log, stderr=log, check=False, timeout=APT_SECONDS
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return 1
+    return debian.apt(command, BUILD / "apt.log", cwd)
 
 
 def fetch_kernel() -> Path:
@@ -143,7 +110,7 @@ def fetch_kernel() -> Path:
     target = BUILD / "vmlinuz"
     if target.exists():
         return target
-    need_apt()
+    debian.need_apt()
     name = kernel_package()
     if name is None and os.geteuid() == 0:
         apt(["apt-get", "update", "-qq"])
@@ -155,7 +122,7 @@ def fetch_kernel() -> Path:
     packages.mkdir(exist_ok=True)
     download = ["apt-get", "-o", "APT::Sandbox::User=root", "download", "-qq", name]
     if apt(download, packages) and (os.geteuid() or apt(["apt-get", "update", "-qq"]) or apt(download, packages)):
-        raise Obstacle(f"the package {name} could not be fetched: {last_line(BUILD / 'apt.log')}")
+        raise Obstacle(f"the package {name} could not be fetched: {debian.last_line(BUILD / 'apt.log')}")
     unpack_kernel(next(packages.glob(f"{name}_*.deb")), target)
     shutil.rmtree(packages)
     return target
@@ -453,11 +420,6 @@ def verdict(serial: str, cases: int, builds: int) -> str | None:
 
 def tail(text: str, lines: int = 60) -> str:
     return "\n".join(text.splitlines()[-lines:]) or "(nothing)"
-
-
-def last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "apt-get gave no reason"
 
 
 if __name__ == "__main__":

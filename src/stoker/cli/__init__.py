@@ -113,6 +113,8 @@ def _overview() -> str:
         lines += [f"  {command.name:<{width}}{command.summary}" for command in COMMANDS if command.group == group]
     lines += [
         "",
-        "Start with `stoker doctor`. `stoker COMMAND --help` describes a command; `stoker --version` prints the version.",
+        "New here? `stoker doctor` looks at this machine, `stoker demo` trains a first model in about four minutes, and",
+        "docs/install.md in the source tree leads on from there.",
+        "`stoker COMMAND --help` describes a command; `stoker --version` prints the version.",
     ]
     return "\n".join(lines)
