@@ -2,7 +2,7 @@
 
 Pipelines, the Trainer's evaluation and sentence-transformers call them like the PyTorch model they come from. Rows of a batch
 run in groups of similar length, so that little padding is computed: on a CPU, a large batch is no faster per token than several
-small ones. The files are named as optimum names them, and folders that optimum has written load as well.
+small ones. The files are named as optimum names them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes a model as ONNX, by torch.onnx, and in int8, by ONNX Runtime's dynamic quantization.
 
-optimum-onnx, the usual way, does not accept transformers 5; the files have the names of its own, so that it reads them.
+optimum-onnx, the usual way, does not accept transformers 5; the files have the names that it uses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes a model in OpenVINO's own format, by OpenVINO's converter; int8 by NNCF, OpenVINO's library for quantization.
 
-optimum-intel, the usual way, needs an older transformers; the files have the names of its own, so that it reads them.
+optimum-intel, the usual way, needs an older transformers; the files have the names that it uses.
 """
 
 from __future__ import annotations
