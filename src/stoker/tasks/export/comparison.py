@@ -86,11 +86,12 @@ class Comparison:
             found.append((SCORE_NAMES.get(name, name), f"{value:.2f}", f"{after:.2f}", f"{after - value:+.2f} points"))
         if self.before.size:
             sizes = (f"{size / 1e6:,.1f} MB" for size in (self.before.size, self.after.size))
-            found.append(("size", *sizes, _ratio(self, "size", "as small")))
+            found.append(("size", *sizes, f"{self.after.size / self.before.size:.2f} of it"))
         for name, what in (("one_row", "one row"), ("batch", "batch")):
             sides = getattr(self.before, name), getattr(self.after, name)
             if None not in sides:
-                found.append((what, *(f"{1000 * side:,.1f} ms" for side in sides), _ratio(self, name, "as fast")))
+                faster = f"{sides[0] / max(sides[1], 1e-9):.2f}x as fast"
+                found.append((what, *(f"{1000 * side:,.1f} ms" for side in sides), faster))
         return [*found, ("agreement", "", f"{100 * self.agreement:.2f}%", "")]
 
     def table(self) -> Table:
@@ -111,10 +112,6 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def _ratio(found: Comparison, name: str, what: str) -> str:
-    return f"{getattr(found.before, name) / max(getattr(found.after, name), 1e-9):.2f}x {what}"
 
 
 def size_of(folder: Path) -> int:
