@@ -204,6 +204,14 @@ def test_every_method_that_overrides_a_private_one_or_one_of_the_trainer_is_list
     assert unlisted == set()
 
 
+def test_stokers_class_in_place_of_a_librarys_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stoker launch` puts it there."""
+    from stoker.hf.accelerator import Accelerator
+
+    monkeypatch.setattr("accelerate.accelerator.Accelerator", Accelerator)
+    assert requires.missing("DDP settings") == ()
+
+
 # What a library that has changed leads to
 
 

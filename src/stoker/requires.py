@@ -403,12 +403,19 @@ def _met(need: str) -> bool:
     try:
         found: Any = importlib.import_module(parsed["module"])
         for name in parsed["path"].split("."):
-            found = getattr(found, name)
+            found = _stock(getattr(found, name))
         if parsed["parameters"] is not None:
             return _takes(inspect.signature(found), _names(parsed["parameters"]))
     except (ImportError, AttributeError, TypeError, ValueError):
         return False
     return parsed["inside"] is None or set(_names(parsed["inside"])) <= _names_in_code(found)
+
+
+def _stock(found: Any) -> Any:
+    """The library's own class where `stoker launch` has put Stoker's in its place."""
+    if not isinstance(found, type):
+        return found
+    return next(base for base in found.__mro__ if not base.__module__.startswith("stoker."))
 
 
 def _names(listed: str) -> list[str]:
