@@ -320,7 +320,8 @@ def messages_use_no_thread_and_no_memory_per_tag(rank: int, size: int) -> None:
         _ = dist.send(x, 1, tag=tag) if rank == 0 else dist.recv(x, 0, tag=tag) if rank == 1 else None
         if tag == 99:
             before = usage()
-    assert usage() == before
+    # Threads of an earlier case may end only now.
+    assert all(now <= earlier for now, earlier in zip(usage(), before, strict=True)), (usage(), before)
 
 
 def sequence_numbers(rank: int, size: int) -> None:

@@ -205,6 +205,16 @@ def test_a_model_without_a_template_learns_chats_with_the_default_one(
     assert not (tmp_path / "text" / "chat_template.jinja").exists()
 
 
+def test_another_template_writes_the_rows_and_is_saved(llama: Path, chats: Path, tmp_path: Path) -> None:
+    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    template = turns + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (tmp_path / "own.jinja").write_text(template)
+    out = tmp_path / "out"
+    assert main(command(llama, chats, out, "--chat_template_path", str(tmp_path / "own.jinja"))) == 0
+    assert (out / "chat_template.jinja").read_text() == template
+    assert "chat_template_path" in (out / "recipe.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     "more",
     [["--lora_dropout", "0.2", "--frozen_weights", "nf4"], ["--full", "--packing", "--max_length", "96"]],
@@ -302,6 +312,8 @@ MISTAKES = {
     "sft @ --full --frozen_weights nf4": "--frozen_weights nf4 is for weights that are not trained, and --full trains all",
     "sft @ --frozen_weights fp4": "invalid choice: 'fp4'",
     "sft @ --max_length 4": "--max_length 4 leaves no room",
+    "sft @ --chat_template_path missing.jinja": "--chat_template_path missing.jinja does not exist",
+    "sft @ --chat_template_path empty": "no tokenizer can be loaded from empty (--chat_template_path)",
     "sft @ --do_predict --test_file x.jsonl": "does not predict a test file",
     "sft @ --dpo": "has no columns that can be trained on",
     "sft @ --train_file missing.jsonl": "missing.jsonl does not exist",

@@ -220,9 +220,11 @@ def tokenizer_of(name: str, *, flag: str, **options: Any) -> Any:
 
 
 def _no_vocabulary(name: str, flag: str) -> str:
+    named = flag in ("--model_name_or_path", "--tokenizer_name")
+    advice = ", or name a tokenizer with --tokenizer_name" if named else ""
     return (
-        f"no tokenizer can be loaded from {name}: it has no vocabulary (tokenizer.json, vocab.txt or similar); copy the "
-        f"tokenizer's files there{'' if flag == '--model' else ', or name a tokenizer with --tokenizer_name'}"
+        f"no tokenizer can be loaded from {name} ({flag}): it has no vocabulary (tokenizer.json, vocab.txt or similar); copy "
+        f"the tokenizer's files there{advice}"
     )
 
 

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from stoker.errors import UserError, one_line
+from stoker.tasks.loading import tokenizer_of
 from stoker.tasks.sft.data import Message, Unusable
+from stoker.user_files import read_text
 
-__all__ = ["DEFAULT_TEMPLATE", "ensure_template", "marking_template", "render", "spans_of_answers"]
+__all__ = ["DEFAULT_TEMPLATE", "adopt_template", "ensure_template", "marking_template", "render", "spans_of_answers"]
 
 log = logging.getLogger("stoker")
 
@@ -36,6 +38,18 @@ _PROBE: list[Message] = [
     {"role": "user", "content": "One?"}, {"role": "assistant", "content": "Uno."},
     {"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Due."},
 ]  # fmt: skip
+
+
+def adopt_template(tokenizer: Any, path: str) -> None:
+    """Gives a tokenizer the template of --chat_template_path: a file, or that of another tokenizer."""
+    flag = "--chat_template_path"
+    if path.endswith((".jinja", ".j2")):
+        tokenizer.chat_template = read_text(path, flag)
+        return
+    template = tokenizer_of(path, flag=flag).chat_template
+    if not template:
+        raise UserError(f"the tokenizer of {flag} {path} has no chat template; name another one, or a .jinja file")
+    tokenizer.chat_template = template
 
 
 def ensure_template(tokenizer: Any, name: str) -> None:

@@ -20,7 +20,7 @@ from stoker.model.optimize import restore_classes
 from stoker.tasks import hub, training_run
 from stoker.tasks.faults import Faults
 from stoker.tasks.loading import most_tokens
-from stoker.tasks.sft.chat_template import ensure_template
+from stoker.tasks.sft.chat_template import adopt_template, ensure_template
 from stoker.tasks.sft.data import Chat, Example, Format, Pair, Plain, collect, read_examples
 from stoker.tasks.sft.features import IGNORED, Encoder, make_pairs, make_rows
 from stoker.tasks.sft.language_model import LanguageModel, load_for_training, lora_config, save_merged
@@ -173,6 +173,8 @@ def _read(job: training_run.Job, split: str) -> tuple[Format, list[Example], Fau
 def _prepare_template(job: training_run.Job, raw: dict[str, Any], tokenizer: Any) -> bool:
     """Decides whether rows are written by the chat template; plain prompts are too if the model comes with a template."""
     name = job.model.model_name_or_path
+    if path := getattr(job.args, "chat_template_path", None):
+        adopt_template(tokenizer, path)
     own = bool(tokenizer.chat_template)
     for _, examples, _ in raw.values():
         if own:
@@ -260,10 +262,16 @@ def _trainer(job: training_run.Job, found: LanguageModel, sets: dict[str, Any]) 
 
         settings["ref_model"] = copy.deepcopy(found.model)
     kind = DPOTrainer if options.dpo else SFTTrainer
+    template = getattr(args, "chat_template_path", None)
     try:
+        if template:
+            args.chat_template_path = None  # the rows have been written by it already
         trainer = training_run.make_trainer(job, kind, found.model, found.tokenizer, sets, **settings)
     except (TypeError, RuntimeError) as error:
         raise UserError(f"stoker train sft: {one_line(error)}") from None
+    finally:
+        if template:
+            args.chat_template_path = template
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in trainer.model.parameters())
     job.print(f"training {trained:,} of {total:,} parameters" + ("" if options.full else " (LoRA; --full trains all)"))
