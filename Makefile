@@ -7,6 +7,8 @@ VENV   ?= .venv
 #   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
+# Versions of the other libraries that the tests passed with; empty takes the newest that pyproject.toml accepts.
+CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
 # Two workers, because many tests wait; a test's threads then sleep while they wait instead of taking the other worker's core.
 WORKERS     ?= 2
@@ -16,7 +18,7 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check -q
 FROM_SOURCE := --no-build-isolation -C cmake.define.STOKER_COMPILE_BACKEND=OFF
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLists.txt pyproject.toml
 
-.PHONY: help mpis oldest certify demo demo-sft test lint format bench attack sanitize emulate arm wheel docs container-check clean install
+.PHONY: help mpis engines oldest certify demo demo-sft test lint format bench attack sanitize emulate arm wheel docs container-check newcomer-check clean install
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -84,6 +86,9 @@ docs: install ## the documentation as a site, in build/site; a link that leads n
 container-check: install ## the root file system of Containerfile, made by debootstrap and run by chroot (Debian, root)
 	@$(BIN)/python tests/package/check_container.py $(CONTAINER_ARGS)
 
+newcomer-check: install ## docs/install.md in an empty Debian, command by command, with the wheel in dist/ (Debian, root, Chromium)
+	@$(BIN)/python tests/package/check_newcomer.py $(NEWCOMER_ARGS)
+
 # Each in a directory of its own: they would overwrite each other's mpirun.
 MPI_impi    := impi-rt==2021.18.1
 MPI_mpich   := mpich==5.0.2
@@ -99,6 +104,15 @@ build/mpi/oneccl/include/oneapi/ccl.hpp: | $(VENV)/.torch
 	@echo "fetching $(ONECCL)"
 	@$(PIP) install --no-deps --prefix build/mpi/oneccl '$(ONECCL)'
 	@rm -f build/mpi/oneccl/lib/libccl.* build/mpi/oneccl/lib/ccl/cpu/lib/libccl.a
+
+# Engines that start ranks themselves, for the tests of `stoker.distributed.setup()`. What they depend on is installed for other reasons.
+ENGINES := ray==2.60.0 msgpack==1.2.4 lightning-fabric==2.6.6 lightning-utilities==0.15.3 pyspark==4.1.1 py4j==0.10.9.9
+engines: build/engines/.installed ## fetch Ray, Spark and Lightning Fabric for the tests that run them (0.7 GB; Spark needs Java)
+
+build/engines/.installed: Makefile | $(VENV)/.torch
+	@echo "fetching $(ENGINES)"
+	@$(PIP) install --no-deps --upgrade --target build/engines $(ENGINES)
+	@touch $@
 
 # The oldest supported transformers and accelerate (stoker/requires.py), installed in a directory that precedes the newest; torch stays.
 OLDEST := transformers==4.57.1 accelerate==1.3.0 'huggingface_hub<1.0' 'tokenizers>=0.22,<0.23' \
@@ -133,9 +147,12 @@ $(VENV)/.smollm2: | $(VENV)/.torch
 
 # Everything the package needs. A constraint keeps any of them from bringing another torch. Without build isolation, so that the
 # library compiled here is found again in build/wheel by the installation below.
-$(VENV)/.dependencies: pyproject.toml | $(VENV)/.torch
-	@$(BIN)/python -m pip freeze 2>/dev/null | sed -n 's/^\(torch==[0-9.]*\).*/\1/p' > $(VENV)/constraints.txt
+# seqeval comes as source only, and needs the isolation: without setuptools_scm its version would be 0.0.0.
+SEQEVAL := seqeval>=1.2.2,<2
+$(VENV)/.dependencies: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
+	@$(BIN)/python -m pip freeze 2>/dev/null | sed -n 's/^\(torch==[0-9.]*\).*/\1/p' | cat - $(CONSTRAINTS) > $(VENV)/constraints.txt
 	@$(PIP) install 'scikit-build-core>=0.10' cmake ninja
+	@$(PIP) install -c $(VENV)/constraints.txt '$(SEQEVAL)'
 	@$(PIP) install $(FROM_SOURCE) -c $(VENV)/constraints.txt '.[dev]'
 	@touch $@
 

