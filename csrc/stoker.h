@@ -258,12 +258,19 @@ typedef struct stoker_operand {
 
 // c = sum over the terms of a_t b_t, plus bias, plus c itself if `accumulate`. Several terms are the gradient of an input that
 // several weights share.
+//
+// With a microkernel, b is rounded to the type of a, which all terms share. It is a function of libtorch,
+//   void at::native::cpublas::brgemm(int64_t rows, int64_t columns, int64_t depth, int64_t a_stride, int64_t b_stride,
+//                                    int64_t c_stride, bool accumulate, const T* a, const T* b, float* c, bool pairs),
+// where T is the type of a; for bf16, `pairs` is true and b has two rows in each of its own, number by number.
 typedef struct stoker_product_call {
   const stoker_operand* a;  // (terms) matrices of (rows, depths[t])
   const stoker_operand* b;  // (terms) matrices of (depths[t], columns)
   const int64_t* depths;    // (terms)
   void* c;                  // (rows, columns) of c_dtype, rows c_stride apart
   const void* bias;         // (columns) or null
+  void* microkernel;        // null: Stoker's own register tiles
+  void* release;            // void at::native::cpublas::brgemm_release(bool pairs), called by each thread after its work, or null
   int64_t terms, rows, columns, c_stride;
   int32_t c_dtype, bias_dtype, accumulate, threads;
 } stoker_product_call;

@@ -1,8 +1,8 @@
 // Products of the linear layers, Y = X W^T + b, dX = dY W, dW = dY^T X, db = column sums of dY.
 //
 // B is packed into panels, and tiles of the result are handed out to the threads; the sums of a tile stay in cache and leave it
-// with bias and rounding applied. Operands in bf16 are widened as they are packed.
-//   many rows: all threads pack B together, then tiles of 96 rows by 384 columns read the panels several times.
+// with bias and rounding applied. What multiplies a tile is in kernels/product_tiles.h.
+//   many rows: all threads pack B together, then tiles of 96 rows by 768 columns read the panels several times.
 //   few rows:  panels are read so few times that storing them for all threads costs more than the product (a vocabulary's head
 //              on 64 rows); each thread packs the columns of its own tile, a piece at a time that stays in its cache.
 // Each number of the result is summed by one thread in the same order of the depth whichever way is taken: results depend
@@ -13,66 +13,19 @@
 #include "core/gemm.h"
 #include "core/parallel.h"
 #include "core/types.h"
+#include "kernels/product_tiles.h"
 
 namespace stoker {
 
 namespace {
 
-constexpr int64_t kTileRows = 96, kTileColumns = 384;
-constexpr int64_t kDepth = 256;  // a panel of B of this depth is 16 KB on AVX2 and stays in L1 while the tile's rows pass by
+// The sums of a tile, 300 KB, and the rows of A that it reads stay in the L2 cache.
+constexpr int64_t kTileColumns = 768;
 constexpr int64_t kTileStride = kTileColumns + 16;
-constexpr int64_t kPackedFloats = 4 << 20;  // B is packed in pieces of at most 16 MB, for the last-level cache's sake
+constexpr int64_t kPackedBytes = 16 << 20;  // B is packed in pieces of at most this size, for the last-level cache's sake
 constexpr int64_t kFewRows = 256;
-constexpr int64_t kAhead = 8;  // rows of B that are fetched ahead: a row is too short for the CPU's own prefetching to start
-constexpr int64_t kStripe = 128;  // columns packed by a thread at a time: kDepth deep, they take 128 KB of the L2 cache
+constexpr int64_t kStripe = 128;  // columns packed by a thread at a time
 constexpr int64_t kStripeStride = kStripe + 16;
-constexpr int64_t kPanelStride = kPanel * kDepth + 16;  // panels a power of two apart would share the same few cache lines
-
-// Columns [first, first + columns) and depth [from, from + count) of B as panels, panel_stride floats apart.
-void pack_panels(const stoker_operand& b, int64_t from, int64_t count, int64_t first, int64_t columns, float* panels,
-                 int64_t panel_stride) {
-  for_dtype(b.dtype, [&](auto* tag) {
-    const auto* data = static_cast<const std::remove_pointer_t<decltype(tag)>*>(b.data);
-    data += from * b.row_stride + first * b.column_stride;
-    if (b.column_stride == 1) {
-      // Row by row through all panels: memory is read in order.
-      for (int64_t p = 0; p < count; ++p)
-        for (int64_t j = 0; j < columns; j += kPanel) {
-          __builtin_prefetch(data + (p + kAhead) * b.row_stride + j);
-          pack_row(data + p * b.row_stride + j, std::min<int64_t>(kPanel, columns - j),
-                   panels + j / kPanel * panel_stride + p * kPanel);
-        }
-    } else {
-      for (int64_t j = 0; j < columns; j += kPanel)
-        pack_columns(data + j * b.column_stride, b.column_stride, count, std::min<int64_t>(kPanel, columns - j),
-                     panels + j / kPanel * panel_stride);
-    }
-  });
-}
-
-// Rows [row, row + rows) and depth [from, from + depth) of A, dense. Keeps the order of memory: the strides say which it is.
-template <typename Scalar>
-void pack_block(const stoker_operand& a, int64_t row, int64_t rows, int64_t from, int64_t depth, float* to, int64_t* row_stride,
-                int64_t* depth_stride) {
-  const Scalar* data = static_cast<const Scalar*>(a.data);
-  if (a.column_stride == 1) {
-    *row_stride = kDepth;
-    *depth_stride = 1;
-    for (int64_t i = 0; i < rows; ++i) {
-      const Scalar* source = data + (row + i) * a.row_stride + from;
-#pragma omp simd
-      for (int64_t p = 0; p < depth; ++p) to[i * kDepth + p] = load(source[p]);
-    }
-  } else {
-    *row_stride = 1;
-    *depth_stride = kTileRows;
-    for (int64_t p = 0; p < depth; ++p) {
-      const Scalar* source = data + (from + p) * a.column_stride + row;
-#pragma omp simd
-      for (int64_t i = 0; i < rows; ++i) to[p * kTileRows + i] = load(source[i]);
-    }
-  }
-}
 
 // A finished tile of fp32 sums into C, with the bias, and with what is there already if the call accumulates.
 template <typename Scalar, typename Bias>
@@ -107,90 +60,126 @@ void store_tile_any(const stoker_product_call& product, int64_t row, int64_t row
   });
 }
 
-// f(term, from, count, before) for the pieces of the depth in the order in which they are summed; `before` is the depth of all
-// pieces before this one.
-template <typename F>
-void for_pieces(const stoker_product_call& product, F&& f) {
-  int64_t before = 0;
-  for (int64_t term = 0; term < product.terms; ++term) {
-    for (int64_t from = 0; from < product.depths[term]; from += kDepth) {
-      const int64_t count = std::min(kDepth, product.depths[term] - from);
-      f(term, from, count, before);
-      before += count;
+template <typename Tiles>
+class Product {
+ public:
+  using Element = typename Tiles::Element;
+
+  explicit Product(const stoker_product_call& call) : call_(call), tiles_(call) {
+    for_pieces([&](int64_t, int64_t, int64_t count, int64_t) { depth_ += Tiles::padded_depth(count); });
+  }
+
+  void run() const {
+    if (call_.rows <= kFewRows)
+      few_rows();
+    else
+      many_rows();
+  }
+
+ private:
+  static constexpr int64_t kLine = 64 / sizeof(Element);
+
+  // Elements from one panel to the next. Panels a power of two apart would share the same few cache lines.
+  static int64_t panel_stride(int64_t depth) { return Tiles::kWidth * depth + kLine; }
+
+  // Elements as the floats that scratch memory is counted in.
+  static int64_t floats(int64_t elements) { return (elements * static_cast<int64_t>(sizeof(Element)) + 3) / 4; }
+  static Element* take(Scratch& scratch, int64_t elements) { return reinterpret_cast<Element*>(scratch.take(floats(elements))); }
+
+  // f(term, from, count, before) for the pieces of the depth in the order in which they are summed; `before` is the depth of all
+  // pieces before this one.
+  template <typename F>
+  void for_pieces(F&& f) const {
+    int64_t before = 0;
+    for (int64_t term = 0; term < call_.terms; ++term) {
+      for (int64_t from = 0; from < call_.depths[term]; from += Tiles::kDepth) {
+        const int64_t count = std::min(Tiles::kDepth, call_.depths[term] - from);
+        f(term, from, count, before);
+        before += Tiles::padded_depth(count);
+      }
     }
   }
-}
 
-// One piece of the depth into the sums of a tile: the first starts them. `panels` are B's, `block` is scratch for A's rows.
-void sum_piece(const stoker_operand& a, int64_t from, int64_t count, bool first, int64_t row, int64_t rows, int64_t columns,
-               const float* panels, int64_t panel_stride, float* block, float* tile, int64_t tile_stride) {
-  int64_t row_stride = 0, depth_stride = 0;
-  for_dtype(a.dtype, [&](auto* tag) {
-    pack_block<std::remove_pointer_t<decltype(tag)>>(a, row, rows, from, count, block, &row_stride, &depth_stride);
-  });
-  const auto sum = first ? multiply<false> : multiply<true>;
-  sum(rows, columns, count, block, row_stride, depth_stride, panels, panel_stride, tile, tile_stride);
-}
-
-// --- Few rows: each task packs its own columns of B ------------------------------------------------------------------------
-
-void few_rows(const stoker_product_call& product) {
-  parallel_tasks((product.columns + kStripe - 1) / kStripe, product.threads, [&](int64_t task) {
-    const int64_t column = task * kStripe, columns = std::min(kStripe, product.columns - column);
-    Scratch& scratch = Scratch::of_this_thread();
-    scratch.reserve(product.rows * kStripeStride + kTileRows * kDepth + kStripe / kPanel * kPanelStride + 64);
-    float* tile = scratch.take(product.rows * kStripeStride);
-    float* block = scratch.take(kTileRows * kDepth);
-    float* panels = scratch.take(kStripe / kPanel * kPanelStride);
-    for_pieces(product, [&](int64_t term, int64_t from, int64_t count, int64_t before) {
-      pack_panels(product.b[term], from, count, column, columns, panels, kPanelStride);
-      for (int64_t row = 0; row < product.rows; row += kTileRows)
-        sum_piece(product.a[term], from, count, before == 0, row, std::min(kTileRows, product.rows - row), columns, panels,
-                  kPanelStride, block, tile + row * kStripeStride, kStripeStride);
-    });
-    store_tile_any(product, 0, product.rows, column, columns, tile, kStripeStride);
-  });
-}
-
-// --- Many rows: all threads pack B together ----------------------------------------------------------------------------------
-
-void large_tile(const stoker_product_call& product, int64_t row, int64_t rows, int64_t column, int64_t columns,
-                const float* panels, int64_t panel_stride) {
-  Scratch& scratch = Scratch::of_this_thread();
-  scratch.reserve(kTileRows * (kTileStride + kDepth) + 64);
-  float* tile = scratch.take(kTileRows * kTileStride);
-  float* block = scratch.take(kTileRows * kDepth);
-  for_pieces(product, [&](int64_t term, int64_t from, int64_t count, int64_t before) {
-    sum_piece(product.a[term], from, count, before == 0, row, rows, columns, panels + before * kPanel, panel_stride, block, tile,
-              kTileStride);
-  });
-  store_tile_any(product, row, rows, column, columns, tile, kTileStride);
-}
-
-void many_rows(const stoker_product_call& product, int64_t depth) {
-  const int64_t widest = std::max<int64_t>(kTileColumns, kPackedFloats / depth / kTileColumns * kTileColumns);
-  static thread_local Scratch shared;  // of the calling thread; not the one its own tiles use
-  const int64_t panel_stride = kPanel * depth + 16;  // see kPanelStride
-  shared.reserve(round_up(std::min(widest, product.columns), kPanel) / kPanel * panel_stride);
-  float* packed = shared.take(0);
-  const int64_t tile_rows = (product.rows + kTileRows - 1) / kTileRows;
-  for (int64_t first = 0; first < product.columns; first += widest) {
-    const int64_t columns = std::min(widest, product.columns - first);
-    const int64_t tile_columns = (columns + kTileColumns - 1) / kTileColumns;
-    parallel_tasks((columns + kStripe - 1) / kStripe, product.threads, [&](int64_t task) {
-      const int64_t column = task * kStripe;
-      for_pieces(product, [&](int64_t term, int64_t from, int64_t count, int64_t before) {
-        pack_panels(product.b[term], from, count, first + column, std::min(kStripe, columns - column),
-                    packed + column / kPanel * panel_stride + before * kPanel, panel_stride);
+  void few_rows() const {
+    const int64_t height = Tiles::padded_rows(call_.rows), stride = panel_stride(Tiles::kDepth);
+    parallel_tasks((call_.columns + kStripe - 1) / kStripe, call_.threads, [&](int64_t task) {
+      const int64_t column = task * kStripe, columns = std::min(kStripe, call_.columns - column);
+      Scratch& scratch = Scratch::of_this_thread();
+      const int64_t block_size = kTileRows * Tiles::kDepth, panel_size = kStripe / Tiles::kWidth * stride;
+      scratch.reserve(height * kStripeStride + floats(block_size) + floats(panel_size) + 64);
+      float* tile = scratch.take(height * kStripeStride);
+      Element* block = take(scratch, block_size);
+      Element* panels = take(scratch, panel_size);
+      for_pieces([&](int64_t term, int64_t from, int64_t count, int64_t before) {
+        tiles_.pack(call_.b[term], from, count, column, columns, panels, stride);
+        for (int64_t row = 0; row < call_.rows; row += kTileRows)
+          tiles_.sum(call_.a[term], from, count, before == 0, row, std::min(kTileRows, call_.rows - row), columns, panels, stride,
+                     block, tile + row * kStripeStride, kStripeStride);
       });
-    });
-    parallel_tasks(tile_rows * tile_columns, product.threads, [&](int64_t task) {
-      const int64_t row = task / tile_columns * kTileRows, column = task % tile_columns * kTileColumns;
-      large_tile(product, row, std::min(kTileRows, product.rows - row), first + column,
-                 std::min(kTileColumns, columns - column), packed + column / kPanel * panel_stride, panel_stride);
+      tiles_.release();
+      store_tile_any(call_, 0, call_.rows, column, columns, tile, kStripeStride);
     });
   }
-}
+
+  void many_rows() const {
+    const int64_t fitting = kPackedBytes / static_cast<int64_t>(sizeof(Element)) / depth_;
+    const int64_t widest = std::max(kTileColumns, fitting / kTileColumns * kTileColumns);
+    static thread_local Scratch shared;  // of the calling thread; not the one its own tiles use
+    const int64_t panels = (std::min(widest, call_.columns) + Tiles::kWidth - 1) / Tiles::kWidth;
+    shared.reserve(floats(panels * panel_stride(depth_)));
+    Element* packed = take(shared, 0);
+    for (int64_t first = 0; first < call_.columns; first += widest) {
+      const int64_t columns = std::min(widest, call_.columns - first);
+      pack(first, columns, packed);
+      tiles_of(first, columns, packed);
+    }
+  }
+
+  // Columns [first, first + columns) of B as panels, by all threads.
+  void pack(int64_t first, int64_t columns, Element* packed) const {
+    const int64_t stride = panel_stride(depth_);
+    parallel_tasks((columns + kStripe - 1) / kStripe, call_.threads, [&](int64_t task) {
+      const int64_t column = task * kStripe;
+      for_pieces([&](int64_t term, int64_t from, int64_t count, int64_t before) {
+        tiles_.pack(call_.b[term], from, count, first + column, std::min(kStripe, columns - column),
+                    packed + column / Tiles::kWidth * stride + before * Tiles::kWidth, stride);
+      });
+    });
+  }
+
+  // The result's columns [first, first + columns), whose panels are `packed`. A product with few tiles gets narrower ones, so that
+  // every thread has work until the end.
+  void tiles_of(int64_t first, int64_t columns, const Element* packed) const {
+    const int64_t tile_rows = (call_.rows + kTileRows - 1) / kTileRows;
+    int64_t width = kTileColumns;
+    while (width > kNarrowest && tile_rows * ((columns + width - 1) / width) < kTilesPerThread * call_.threads) width /= 2;
+    const int64_t tile_columns = (columns + width - 1) / width;
+    parallel_tasks(tile_rows * tile_columns, call_.threads, [&](int64_t task) {
+      const int64_t row = task / tile_columns * kTileRows, column = task % tile_columns * width;
+      tile(row, std::min(kTileRows, call_.rows - row), first + column, std::min(width, columns - column),
+           packed + column / Tiles::kWidth * panel_stride(depth_));
+    });
+  }
+
+  void tile(int64_t row, int64_t rows, int64_t column, int64_t columns, const Element* panels) const {
+    Scratch& scratch = Scratch::of_this_thread();
+    scratch.reserve(kTileRows * kTileStride + floats(kTileRows * Tiles::kDepth) + 64);
+    float* sums = scratch.take(kTileRows * kTileStride);
+    Element* block = take(scratch, kTileRows * Tiles::kDepth);
+    for_pieces([&](int64_t term, int64_t from, int64_t count, int64_t before) {
+      tiles_.sum(call_.a[term], from, count, before == 0, row, rows, columns, panels + before * Tiles::kWidth, panel_stride(depth_),
+                 block, sums, kTileStride);
+    });
+    tiles_.release();
+    store_tile_any(call_, row, rows, column, columns, sums, kTileStride);
+  }
+
+  static constexpr int64_t kNarrowest = 192, kTilesPerThread = 4;
+
+  const stoker_product_call& call_;
+  const Tiles tiles_;
+  int64_t depth_ = 0;
+};
 
 // Without depth the result is the bias.
 void no_depth(const stoker_product_call& product) {
@@ -229,10 +218,10 @@ STOKER_API int32_t stoker_product(const stoker_product_call* call) {
     for (int64_t term = 0; term < call->terms; ++term) depth += call->depths[term];
     if (depth == 0)
       no_depth(*call);
-    else if (call->rows <= kFewRows)
-      few_rows(*call);
+    else if (!call->microkernel)
+      Product<RegisterTiles>(*call).run();
     else
-      many_rows(*call, depth);
+      for_dtype(call->a->dtype, [&](auto* tag) { Product<Microkernel<std::remove_pointer_t<decltype(tag)>>>(*call).run(); });
   });
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +61,16 @@ def test_choices_measured_with_a_lowered_instruction_set_are_stored_separately(m
 )
 def test_a_trial_has_few_enough_tokens(kind: str, sizes: tuple[int, ...], expected: tuple[int, ...]) -> None:
     assert engines._shrunk(kind, *sizes) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_choice_that_is_known_opens_no_file(monkeypatch, dtype: torch.dtype) -> None:
+    """It is made for every product of a step."""
+    first = engines.choose("nt", 300, 256, 256, dtype)
+    opened: list[str] = []
+    monkeypatch.setattr(Path, "read_text", lambda self, *_, **__: opened.append(str(self)) or "")
+    assert engines.choose("nt", 300, 256, 256, dtype) == first
+    assert opened == []
 
 
 def test_slow_trials_are_few(monkeypatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.kernels import native, products
+from stoker.kernels import microkernels, native
 
 HERE = Path(__file__).parent
 # test_stock_operators.py asks which operators tracers and exporters see: Python's side of things, a quarter of the time.
@@ -34,7 +34,9 @@ SAME_EVERYWHERE = (
 
 def lower_kinds() -> list[str]:
     """The kinds of CPU that this one can stand in for, without the kind that it is."""
-    return [level for level in native.available() if level != native.available()[0] or products.torch_has_bf16_units()]
+    return [
+        level for level in native.available() if level != native.available()[0] or microkernels.torch_has_bf16_units()
+    ]
 
 
 @pytest.mark.slow

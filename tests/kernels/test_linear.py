@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.kernels import engines, products
+from stoker.kernels import engines, microkernels, products
 from stoker.kernels.linear import linear, linear_packed
+
+pytestmark = pytest.mark.usefixtures("every_engine")
 
 FP32, BF16 = 2e-6, 1e-2  # relative error of a whole tensor, in norm
 
@@ -229,7 +231,7 @@ class TestChoice:
         assert torch.equal(torch.rand(3), want)
 
     def test_takes_the_fastest_and_torch_for_a_tie(self, monkeypatch):
-        seconds = {"torch": 1.0, "stoker": 0.99}
+        seconds = {"torch": 1.0, "stoker": 0.99, "onednn": 1.0}
         monkeypatch.setattr(engines, "_trial", lambda *_: seconds.__getitem__)
         assert engines.choose("nt", 3000, 256, 256, torch.float32) == "torch"
         seconds["stoker"] = 0.9
@@ -245,7 +247,7 @@ class TestChoice:
             engines.choose("nt", 3000, 256, 256, torch.float32)
 
     def test_torch_never_multiplies_bf16_without_bf16_units(self, monkeypatch):
-        monkeypatch.setattr(products, "torch_has_bf16_units", lambda: False)
+        monkeypatch.setattr(microkernels, "torch_has_bf16_units", lambda: False)
         for kind in ("nt", "nn", "tn"):
             assert engines.choose(kind, 20, 8, 8, torch.bfloat16) != "torch"
             assert engines.choose(kind, 300, 256, 256, torch.bfloat16) != "torch"

@@ -13,6 +13,8 @@ from stoker.kernels.linear import linear_packed
 from stoker.kernels.lora import Adapter, lora_linear_packed
 from stoker.kernels.registry import reference_factors
 
+pytestmark = pytest.mark.usefixtures("every_engine")
+
 
 class Case:
     """Inputs of one call. `ranks`: those of the adapters of each weight. `trained`: which of w, b, A, B, x need gradients."""

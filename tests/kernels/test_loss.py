@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kernels.plain import DTYPES, assert_near, check, leaf, random_cases
 from stoker.kernels import loss as module
-from stoker.kernels import products
+from stoker.kernels import microkernels, products
 from stoker.kernels.loss import REDUCTIONS, cross_entropy, linear_cross_entropy, linear_log_probs
 
 
@@ -106,12 +106,13 @@ def test_every_term_of_the_loss_is_that_of_the_formula(monkeypatch, terms, reduc
         compare_linear(37, 24, 601, dtype, reduction, weights=dtype, **terms)
 
 
+@pytest.mark.usefixtures("every_engine")
 @pytest.mark.parametrize("units", [False, True])
 @pytest.mark.parametrize("engine", products.ENGINES)
 def test_logits_of_bf16_are_never_rounded(monkeypatch, engine, units):
     """The losses are as exact as those of fp32, whatever the engine and the CPU; only gradients may be rounded."""
     monkeypatch.setenv("STOKER_LINEAR_ENGINE", engine)
-    monkeypatch.setattr(products, "torch_has_bf16_units", lambda: units)
+    monkeypatch.setattr(microkernels, "torch_has_bf16_units", lambda: units)
     monkeypatch.setattr(module, "_BLOCK_BYTES", 4 * 501 * 7)
     labels = some_labels(40, 501)
     x, weight, bias = (leaf(*shape, dtype=torch.bfloat16) for shape in ((40, 64), (501, 64), (501,)))

@@ -14,6 +14,8 @@ from stoker.kernels.lora import Adapter, lora_linear_packed
 from stoker.kernels.quantized import dequantize, quantize
 from stoker.kernels.widening import codes_and_scales, columns, widened
 
+pytestmark = pytest.mark.usefixtures("every_engine")
+
 FORMS = ["bfloat16", "int8", "nf4", "float32"]
 
 

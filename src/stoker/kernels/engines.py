@@ -44,7 +44,7 @@ def choose(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype, e
     requested = engine or os.environ.get("STOKER_LINEAR_ENGINE") or "auto"
     if requested != "auto":
         return _check(requested)
-    candidates = _candidates(dtype)
+    candidates = products.available(dtype)  # the first is used unless another one is clearly faster
     if len(candidates) == 1:
         return candidates[0]
     if 2.0 * rows * columns * depth < _SMALL:
@@ -63,13 +63,6 @@ def _check(engine: str) -> str:
     if engine not in products.ENGINES:
         raise ValueError(f"linear: engine is {engine!r}; choose one of auto, {', '.join(products.ENGINES)}")
     return engine
-
-
-def _candidates(dtype: torch.dtype) -> tuple[str, ...]:
-    """Engines worth timing; the first is used unless another one is clearly faster."""
-    if dtype == torch.bfloat16 and not products.torch_has_bf16_units():
-        return ("stoker",)  # without bf16 units torch multiplies one number at a time
-    return products.ENGINES
 
 
 def _measured(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype, candidates: tuple[str, ...]) -> str:

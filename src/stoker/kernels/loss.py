@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.kernels import engines, native, products
+from stoker.kernels import engines, microkernels, native, products
 from stoker.kernels.registry import check_device, check_tensor, define, plain, split_rows
 
 __all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_probs"]
@@ -248,7 +248,9 @@ class _Blocks:
         self.x, self.weight, self.bias = x, weight, bias
         self.flat = x.reshape(-1, x.shape[-1])
         self.tokens = labels.numel()
-        self.low = x.dtype == torch.bfloat16 and products.torch_has_bf16_units()  # gradients by torch in bf16
+        self.low = (
+            x.dtype == torch.bfloat16 and microkernels.torch_has_bf16_units()
+        )  # bf16 has units: all but "stoker" use them
         self.terms = dict(zip(_TERMS, terms, strict=True))
         self.needs = needs
 
@@ -278,17 +280,18 @@ class _Blocks:
             stored = self.flat.index_select(0, self.rows[rows])
             inputs = stored.to(torch.float32)
             logits = buffer[: inputs.shape[0]]
-            products.multiply([(inputs, weight.t())], logits, bias, engine["nt"])
+            scored = stored if self.low and engine["nt"] == "onednn" else inputs
+            products.multiply([(scored, weight.t())], logits, bias, engine["nt"])
             self._losses(logits, rows, losses, scales, statistics)
             if need_bias:
                 dbias += products.column_sums(logits)
-            by = {"stoker": (logits, inputs), "torch": (logits, inputs)}
-            if self.low and "torch" in (engine.get("nn"), engine.get("tn")):
-                by["torch"] = (logits.to(torch.bfloat16), stored)
+            operands = dict.fromkeys(products.ENGINES, (logits, inputs))
+            if self.low and {engine.get("nn"), engine.get("tn")} - {None, "stoker"}:
+                operands["torch"] = operands["onednn"] = (logits.to(torch.bfloat16), stored)
             if need_x:
-                products.multiply([(by[engine["nn"]][0], weight)], dx[rows], None, engine["nn"])
+                products.multiply([(operands[engine["nn"]][0], weight)], dx[rows], None, engine["nn"])
             if need_weight:
-                gradient, inputs = by[engine["tn"]]
+                gradient, inputs = operands[engine["tn"]]
                 products.multiply([(gradient.t(), inputs)], dweight, None, engine["tn"], accumulate=start > 0)
         bias_type = weight.dtype if bias is None else bias.dtype
         return losses, self._spread(dx) if need_x else dx, dweight.to(weight.dtype), dbias.to(bias_type)
@@ -299,8 +302,10 @@ class _Blocks:
         sizes = {"nt": (rows, classes, hidden), "nn": (rows, hidden, classes), "tn": (classes, hidden, rows)}[kind]
         if kind != "nt" and self.low:
             return engines.choose(kind, *sizes, torch.bfloat16)
+        # torch's product would round the logits to bf16, or widen all of a bf16 weight. The others write sums as they are.
+        if kind == "nt" and self.low and "onednn" in products.available(torch.bfloat16):
+            return "onednn"
         if kind != "tn" and self.weight.dtype != torch.float32:
-            # torch's product would round the logits to bf16, or widen all of the weight; this one widens as it packs.
             return "stoker"
         return engines.choose(kind, *sizes, torch.float32)
 

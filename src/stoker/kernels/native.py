@@ -51,6 +51,7 @@ class NativeLibraryError(RuntimeError):
     """The native library is missing, does not fit this CPU, or is from another version of Stoker."""
 
 
+@functools.cache  # every product asks, and the file has thousands of lines on a large machine
 def _cpu_flags() -> frozenset[str]:
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")

@@ -1,4 +1,5 @@
-"""Matrix products by one of two engines: torch's own (MKL, oneDNN) and Stoker's (csrc/kernels/linear.cpp).
+"""Matrix products by one of three engines: torch.mm (MKL, oneDNN), and Stoker's loops over cache (csrc/kernels/linear.cpp), which
+multiply by their own register tiles ("stoker") or by oneDNN's microkernels ("onednn").
 
 `multiply` runs one product by a named engine. Which engine to name is decided in kernels/engines.py; what the products mean,
 and their gradients, in kernels/linear.py.
@@ -7,33 +8,26 @@ and their gradients, in kernels/linear.py.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stoker.kernels import native
-from stoker.machine.facts import this_machine
+from stoker.kernels import microkernels, native
+from stoker.kernels.microkernels import Microkernel
 
-__all__ = ["ENGINES", "column_sums", "multiply", "torch_has_bf16_units"]
+__all__ = ["ENGINES", "available", "column_sums", "multiply", "multiply_native"]
 
-ENGINES = ("torch", "stoker")
-
-_ONEDNN_WITHOUT_BF16 = frozenset(
-    {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
-)
-"""The values of ONEDNN_MAX_CPU_ISA below AVX512-BF16."""
+ENGINES = ("torch", "stoker", "onednn")
 
 
-def torch_has_bf16_units() -> bool:
-    """Whether torch multiplies bf16 by units of the CPU; without them it does so one number at a time.
-
-    oneDNN makes those products, and its ONEDNN_MAX_CPU_ISA may forbid what the CPU has.
-    """
-    limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL").upper()
-    return limit not in _ONEDNN_WITHOUT_BF16 and this_machine().isa.bf16_units is not None
+def available(dtype: torch.dtype) -> tuple[str, ...]:
+    """The engines that multiply activations of `dtype` well on this machine."""
+    without = set() if microkernels.find(dtype) else {"onednn"}
+    if dtype == torch.bfloat16 and not microkernels.torch_has_bf16_units():
+        without.add("torch")  # it would multiply one number at a time
+    return tuple(engine for engine in ENGINES if engine not in without)
 
 
 def multiply(
@@ -50,8 +44,11 @@ def multiply(
     """
     if engine == "torch":
         _multiply_torch(terms, out, bias, accumulate)
-    else:
-        _multiply_native(terms, out, bias, accumulate)
+        return
+    kernel = microkernels.find(terms[0][0].dtype) if engine == "onednn" else None
+    if engine == "onednn" and kernel is None:
+        raise ValueError(f"linear: engine is 'onednn', which cannot multiply {terms[0][0].dtype} on this machine")
+    multiply_native(terms, out, bias, kernel, accumulate=accumulate)
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -109,9 +106,15 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if by_rows or by_columns else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _multiply_native(
-    terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: Tensor | None, accumulate: bool
+def multiply_native(
+    terms: Sequence[tuple[Tensor, Tensor]],
+    out: Tensor,
+    bias: Tensor | None,
+    kernel: Microkernel | None,
+    *,
+    accumulate: bool = False,
 ) -> None:
+    """`multiply` by Stoker's loops: by `kernel`, which needs all left operands of its type, or by register tiles."""
     left = [_dense(a) for a, _ in terms]
     right = [_dense(b) for _, b in terms]
     operands = native.struct("stoker_operand") * len(left)
@@ -124,6 +127,8 @@ def _multiply_native(
         depths=ctypes.addressof(depths),
         c=out.data_ptr(),
         bias=native.pointer(bias),
+        microkernel=kernel.multiply if kernel else None,
+        release=kernel.release if kernel else None,
         terms=len(left),
         rows=out.shape[0],
         columns=out.shape[1],
