@@ -4,6 +4,7 @@
     python benchmarks/decoder_step.py --case smollm2-lora --steps 5  one of them
     python benchmarks/decoder_step.py --side "stoker bf16" ...       only these sides
     python benchmarks/decoder_step.py --case smollm2-lora --side stoker --side "stoker frozen nf4"      frozen weights in 4 bits
+    python benchmarks/decoder_step.py --case qwen-lora --layers 6    fewer layers, where stock needs more memory than there is
 
 "Padded" pads to the longest row of the batch (or to a given length), as transformers' collator does. "Flattened" is the stock
 model fed one row with restarting position_ids, as DataCollatorWithFlattening and TRL's padding_free make it. Labels are the
@@ -15,6 +16,7 @@ each by the fastest engine here. Prints a table and writes JSON; seconds are med
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -131,17 +133,15 @@ def loss_of(case: Case, flat: bool) -> LossOf:
     return lambda model, number: model(**batch(case, number, flat)).loss
 
 
-def stock(name: str, flat: bool = False, autocast: bool = False) -> Step:
-    case = CASES[name]
+def stock(case: Case, flat: bool = False, autocast: bool = False) -> Step:
     return stock_step(build_model(case), loss_of(case, flat), autocast=autocast, lr=1e-5)
 
 
-def stoker(name: str, dtype: str = "float32", **switches: Any) -> Step:
-    case = CASES[name]
+def stoker(case: Case, dtype: str = "float32", **switches: Any) -> Step:
     return optimized_step(build_model(case), loss_of(case, flat=False), dtype, lr=1e-5, **switches)
 
 
-def products_alone(name: str, dtype: str = "float32") -> Step:
+def products_alone(case: Case, dtype: str = "float32") -> Step:
     """The matrix products of a step on real tokens, without those of frozen weights' gradients."""
     import torch
     from torch import nn
@@ -150,7 +150,6 @@ def products_alone(name: str, dtype: str = "float32") -> Step:
     from stoker.model import memory
 
     memory.keep_mapped()
-    case = CASES[name]
     kind = getattr(torch, dtype)
     model = build_model(case)
     config = model.config
@@ -183,32 +182,32 @@ def products_alone(name: str, dtype: str = "float32") -> Step:
     return step
 
 
-def sides_of(name: str, chosen: list[str] | None) -> dict[str, Callable[[], Step]]:
+def sides_of(case: Case, chosen: list[str] | None) -> dict[str, Callable[[], Step]]:
     part = functools.partial
     everything: dict[str, Callable[[], Step]] = {
-        "stock padded": part(stock, name),
-        "stock flattened": part(stock, name, flat=True),
-        "stoker": part(stoker, name),
-        "products alone": part(products_alone, name),
+        "stock padded": part(stock, case),
+        "stock flattened": part(stock, case, flat=True),
+        "stoker": part(stoker, case),
+        "products alone": part(products_alone, case),
     }
     on_request = {
-        "stoker bf16": part(stoker, name, dtype="bfloat16"),
-        "stock bf16 padded": part(stock, name, autocast=True),
-        "stock bf16 flattened": part(stock, name, flat=True, autocast=True),
-        "bf16 products alone": part(products_alone, name, dtype="bfloat16"),
-        "stoker frozen bf16": part(stoker, name, frozen_weights="bfloat16"),
-        "stoker frozen int8": part(stoker, name, frozen_weights="int8"),
-        "stoker frozen nf4": part(stoker, name, frozen_weights="nf4"),
-        "without fuse_loss": part(stoker, name, fuse_loss=False),
-        "without fuse": part(stoker, name, fuse=False),
-        "without unpad": part(stoker, name, unpad=False),
+        "stoker bf16": part(stoker, case, dtype="bfloat16"),
+        "stock bf16 padded": part(stock, case, autocast=True),
+        "stock bf16 flattened": part(stock, case, flat=True, autocast=True),
+        "bf16 products alone": part(products_alone, case, dtype="bfloat16"),
+        "stoker frozen bf16": part(stoker, case, frozen_weights="bfloat16"),
+        "stoker frozen int8": part(stoker, case, frozen_weights="int8"),
+        "stoker frozen nf4": part(stoker, case, frozen_weights="nf4"),
+        "without fuse_loss": part(stoker, case, fuse_loss=False),
+        "without fuse": part(stoker, case, fuse=False),
+        "without unpad": part(stoker, case, unpad=False),
     }
     return everything if chosen is None else {s: b for s, b in {**everything, **on_request}.items() if s in chosen}
 
 
-def table(name: str, results: dict[str, Measured]) -> str:
+def table(case: Case, results: dict[str, Measured]) -> str:
     base = next((measured for measured in results.values() if not measured.note), Measured())
-    lines = [CASES[name].title, f"{'side':24}{'step':>10}{'faster':>9}{'memory':>10}"]
+    lines = [case.title, f"{'side':24}{'step':>10}{'faster':>9}{'memory':>10}"]
     for side, measured in results.items():
         lines.append(
             f"{side:24}{'-':>10}   {measured.note}"
@@ -229,18 +228,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all of them")
     parser.add_argument("--side", action="append", help="only these sides")
+    parser.add_argument("--layers", type=int, help="build the models with this number of layers (default: all)")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each side before the timed ones (default 2)")
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")
     arguments = parser.parse_args()
     everything = {}
     for name in arguments.case or list(CASES):
-        print(CASES[name].title, flush=True)
+        case = CASES[name]
+        if arguments.layers:
+            title = f"{case.title}, {arguments.layers} layers"
+            case = dataclasses.replace(case, title=title, layers=arguments.layers)
+        print(case.title, flush=True)
         results = measure(
-            sides_of(name, arguments.side), arguments.steps, arguments.warm_up, lambda line: print(line, flush=True)
+            sides_of(case, arguments.side), arguments.steps, arguments.warm_up, lambda line: print(line, flush=True)
         )
         everything[name] = {side: measured.to_dict() for side, measured in results.items()}
-        print(table(name, results) + "\n", flush=True)
+        print(table(case, results) + "\n", flush=True)
     if arguments.out:
         arguments.out.write_text(
             json.dumps({"machine": platform.machine(), "cpus": os.cpu_count(), "cases": everything}, indent=1)

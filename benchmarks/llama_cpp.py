@@ -24,7 +24,6 @@ import decoder_step
 from sides import Step, measure
 
 CASE = dataclasses.replace(decoder_step.CASES["one-row"], layers=8)
-decoder_step.CASES["llama.cpp"] = CASE
 TOKENS = CASE.batches[0][0][0]
 _F32, _I32, _F16 = 0, 26, 1
 """ggml's numbers for these types."""
@@ -172,8 +171,8 @@ def main() -> None:
     arguments = parser.parse_args()
     sides = {
         "llama.cpp": functools.partial(llama_cpp, str(arguments.library)),
-        "stock padded": functools.partial(decoder_step.stock, "llama.cpp"),
-        "stoker": functools.partial(decoder_step.stoker, "llama.cpp"),
+        "stock padded": functools.partial(decoder_step.stock, CASE),
+        "stoker": functools.partial(decoder_step.stoker, CASE),
     }
     results = measure(sides, arguments.steps, arguments.warm_up)
     for side, measured in results.items():

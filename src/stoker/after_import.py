@@ -40,12 +40,31 @@ class ImportHook:
 
 def after_import(name: str, then: Callable[[], None]) -> None:
     """Calls `then` now if the module `name` has been imported, else once it has been."""
-    if name in sys.modules:
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if getattr(spec, "_initializing", False):
+        # `from transformers import Trainer` imports torch half-way through, and `import torch` imports Stoker.
+        _call_at_the_end(spec, then)
+    elif name in sys.modules:
         then()
-        return
-    hook = _OneModule()
-    hook.names, hook.then = (name,), then
-    sys.meta_path.insert(0, hook)  # type: ignore[arg-type]
+    else:
+        hook = _OneModule()
+        hook.names, hook.then = (name,), then
+        sys.meta_path.insert(0, hook)  # type: ignore[arg-type]
+
+
+def _call_at_the_end(spec: Any, then: Callable[[], None]) -> None:
+    """Calls `then` when the module of `spec`, which is being executed, is complete: Python then resets a mark in its spec."""
+    kind = type(spec)
+
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        def __setattr__(self, attribute: str, value: Any) -> None:
+            super().__setattr__(attribute, value)
+            if attribute == "_initializing" and not value:
+                self.__class__ = kind
+                if self.name in sys.modules:  # else it has failed
+                    then()
+
+    spec.__class__ = Watched
 
 
 class _OneModule(ImportHook):

@@ -49,7 +49,7 @@ def release(version: str) -> tuple[int, ...]:
 
 VERSIONS = {
     "torch": Versions("2.13.0", "2.13.0", below="3"),
-    "transformers": Versions("4.57.1", "5.22.2", below="6"),
+    "transformers": Versions("4.57.1", "5.23.0", below="6"),
     "accelerate": Versions("1.3.0", "1.15.0", below="2"),
     "trl": Versions("1.16.0", "1.16.0", below="2"),
     "sentence-transformers": Versions("6.2.0", "6.2.0", below="7"),
@@ -133,6 +133,8 @@ PARTS: dict[str, Part] = {
             "transformers:PretrainedConfig._attn_implementation",
             "transformers.masking_utils:AttentionMaskInterface.register(key, value)",
             "transformers.masking_utils:and_masks",
+            "transformers.masking_utils:eager_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, "
+            "attention_mask, ...)",
             "transformers.masking_utils:packed_sequence_mask_function(packed_sequence_mask)",
             "transformers.masking_utils:sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, "
             "attention_mask, local_size, ...)",
@@ -167,7 +169,7 @@ PARTS: dict[str, Part] = {
             f"{_TRAINER}._load_optimizer_and_scheduler(checkpoint)",
             f"{_TRAINER}._load_rng_state(checkpoint)",
             f"{_TRAINER}._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, "
-            "start_time, ...)",
+            "start_time, learning_rate)",
             f"{_TRAINER}._push_from_checkpoint(checkpoint_folder)",
             f"{_TRAINER}._save_checkpoint(model, trial)",
             f"{_TRAINER}._save_rng_state(output_dir)",
@@ -175,6 +177,22 @@ PARTS: dict[str, Part] = {
             f"{_TRAINER}._finalize_training(trial, num_train_samples, start_time) | "
             f"{_TRAINER}._sorted_checkpoints(output_dir, checkpoint_prefix, use_mtime)",
             f"{_TRAINER}.__init__{{callback_handler, is_in_train}}",
+        ),
+    ),
+    "Trainer: healing": Part(
+        "--heal is ignored: a run in which a rank is killed restarts from its last checkpoint",
+        (
+            f"{_TRAINER}._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)",
+            f"{_TRAINER}._get_learning_rate()",
+            f"{_TRAINER}._inner_training_loop{{_globalstep_last_logged, _total_loss_scalar}}",
+            # Before transformers 5 the loop keeps the loss to itself.
+            f"{_TRAINER}._inner_training_loop{{_tr_loss}} | {_TRAINER}._inner_training_loop{{_total_loss_scalar}}",
+            f"{_TRAINER}.__init__{{callback_handler, control, model_wrapped}}",
+            "transformers.trainer_callback:CallbackHandler.on_train_begin(args, state, control, ...)",
+            "transformers.trainer_callback:CallbackHandler.on_epoch_end(args, state, control, ...)",
+            "transformers.trainer_callback:ExportableState.state()",
+            "accelerate.state:GradientState.dataloader_references",
+            "torch.nn.parallel:DistributedDataParallel._remove_autograd_hooks()",
         ),
     ),
     "Trainer: batches": Part(
@@ -215,9 +233,18 @@ PARTS: dict[str, Part] = {
     "Trainer: hub": Part(
         "the Trainer publishes as transformers does",
         (
-            f"{_TRAINER}.init_hf_repo(token)",
+            f"{_TRAINER}.init_hf_repo(token, ...)",
             f"{_TRAINER}.create_model_card(...)",
             f"{_TRAINER}._finish_current_push()",
+        ),
+    ),
+    "hyperparameter search": Part(
+        "`stoker tune` cannot search",
+        (
+            f"{_TRAINER}.hyperparameter_search(hp_space, compute_objective, n_trials, direction, backend, hp_name, ...)",
+            f"{_TRAINER}._report_to_hp_search(trial, step, metrics)",
+            f"{_TRAINER}.__init__{{hp_name, hp_search_backend}}",
+            "transformers.integrations.integration_utils:run_hp_search_optuna{objective, train}",
         ),
     ),
     "masked-LM task": Part(
@@ -232,7 +259,7 @@ PARTS: dict[str, Part] = {
         "`stoker train sft` cannot train",
         (
             "trl:SFTTrainer.compute_loss(model, inputs, return_outputs, num_items_in_batch)",
-            "trl:SFTTrainer.__init__{aux_loss_enabled}",
+            "trl:SFTTrainer.__init__{aux_loss_enabled, _metrics}",
             "trl:SFTTrainer._send_telemetry()",
             "trl:DPOTrainer._send_telemetry()",
         ),
@@ -292,6 +319,8 @@ PARTS: dict[str, Part] = {
         "local SGD cannot be used",
         (
             f"{_ACCELERATOR}.prepare_model(*, evaluation_mode)",
+            f"{_ACCELERATOR}.backward(loss, ...)",
+            f"{_ACCELERATOR}.sync_gradients",
             f"{_ACCELERATOR}.register_save_state_pre_hook(hook)",
             f"{_ACCELERATOR}.register_load_state_pre_hook(hook)",
         ),
@@ -335,6 +364,13 @@ PARTS: dict[str, Part] = {
             "torch.distributed:ProcessGroupGloo._Options._timeout",
         ),
     ),
+    "healing": Part(
+        "--heal is ignored: a run in which a rank is killed restarts from its last checkpoint",
+        (
+            "torch.distributed:ProcessGroup.abort",
+            "torch.testing._internal.distributed.fake_pg:FakeProcessGroup",
+        ),
+    ),
     "destroyed groups": Part(
         "a script that calls destroy_process_group may hang when it ends",
         (
@@ -344,6 +380,10 @@ PARTS: dict[str, Part] = {
     ),
     "torch_compile_mode": Part(
         "--torch_compile_mode is not checked before training", ("torch._inductor:list_mode_options(...)",)
+    ),
+    "modules that are being imported": Part(
+        "the attention implementation 'stoker' is not available if transformers is imported before torch and Stoker",
+        ("importlib._bootstrap:_load_unlocked{_initializing}",),
     ),
     "option names": Part(
         "the options of this command cannot be listed",
@@ -412,10 +452,13 @@ def _met(need: str) -> bool:
 
 
 def _stock(found: Any) -> Any:
-    """The library's own class where `stoker launch` has put Stoker's in its place."""
+    """The library's own class where Stoker's, or a subclass of it that carries the library's name, is in its place."""
     if not isinstance(found, type):
         return found
-    return next(base for base in found.__mro__ if not base.__module__.startswith("stoker."))
+    bases = [base for base in found.__mro__ if not base.__module__.startswith("stoker.")]
+    # Classes that `stoker launch` makes bear the name of the class that they replace, which comes last among them.
+    named = (bases[0].__module__, bases[0].__qualname__)
+    return [base for base in bases if (base.__module__, base.__qualname__) == named][-1]
 
 
 def _names(listed: str) -> list[str]:

@@ -71,6 +71,47 @@ def test_a_model_outside_the_table_runs_without_padding(name: str) -> None:
     assert "a call of" not in report
 
 
+COMMON_HEAD = {
+    "SmolLM3": lambda: transformers.SmolLM3Config(**tiny._GROUPED),
+    "Gemma": lambda: transformers.GemmaConfig(**tiny._GROUPED, head_dim=8),
+    "Phi": lambda: transformers.PhiConfig(**tiny._GROUPED),  # its head has a bias
+}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", COMMON_HEAD)
+def test_a_head_like_llamas_scores_labelled_tokens_only(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    stock = tiny.shaken(transformers.AutoModelForCausalLM.from_config(COMMON_HEAD[name]()))
+    padded = tiny.batch(side)
+    loss, logits, expected = tiny.truth(stock, padded)
+    model = stoker.optimize(copy.deepcopy(stock))
+    with monkeypatch.context() as patched:
+        patched.setattr("stoker.model.causal_lm._logits", lambda *_: pytest.fail("logits were computed"))
+        output = model(**padded)
+        output.loss.backward()
+    torch.testing.assert_close(output.loss.detach(), loss, rtol=1e-5, atol=1e-6)
+    rows = output.logits[padded["attention_mask"].bool()].detach()
+    torch.testing.assert_close(rows, torch.cat([row[0] for row in logits]), rtol=1e-4, atol=1e-4)
+    assert_same_gradients(gradients(model), expected)
+    report = str(stoker.report(model))
+    assert "language-model loss" in report
+    assert "padding-free base model" in report
+
+
+def test_another_head_is_called() -> None:
+    config = transformers.GraniteConfig(**tiny._GROUPED, logits_scaling=4.0)
+    stock = tiny.shaken(transformers.AutoModelForCausalLM.from_config(config))
+    padded = tiny.batch()
+    loss, _, expected = tiny.truth(stock, padded)
+    model = stoker.optimize(copy.deepcopy(stock))
+    result = model(**padded).loss
+    result.backward()
+    torch.testing.assert_close(result.detach(), loss, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(gradients(model), expected)
+    assert "language-model loss" not in str(stoker.report(model))
+
+
 def test_only_real_tokens_are_computed() -> None:
     model = stoker.optimize(_model(PACKED["SmolLM3"]()))
     padded = tiny.batch()

@@ -41,10 +41,20 @@ def _same(stock: nn.Module, model: nn.Module, inputs: dict[str, Any]) -> None:
     assert_same_gradients(gradients(model), gradients(stock))
 
 
-@pytest.mark.parametrize("order", ["import stoker, transformers", "import transformers, stoker"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import stoker, transformers",
+        "import transformers, stoker",
+        # The first of these imports torch half-way through, and `import torch` imports an installed Stoker.
+        "from transformers import Trainer; import stoker",
+    ],
+)
 def test_the_name_is_known_after_import_stoker_in_either_order(order: str) -> None:
     code = f"{order}; from transformers import AttentionInterface; print('stoker' in AttentionInterface())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "True"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "True"
+    assert "stoker" not in done.stderr
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -63,6 +73,18 @@ def test_packed_rows_need_no_square_mask(family: str, monkeypatch: pytest.Monkey
     output = model(**flat)
     output.loss.backward()
     assert_same_gradients(gradients(model), gradients(stock))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2"])
+def test_cumulative_lengths_without_positions_tell_sequences_apart(family: str) -> None:
+    """As DataCollatorWithFlattening(return_position_ids=False, return_flash_attn_kwargs=True) gives them."""
+    stock, model = _pair(tiny.model(family, attn_implementation="eager"))
+    flat = {**tiny.flattened(tiny.batch()), "use_cache": False}
+    expected = stock(**flat).loss
+    del flat["position_ids"]
+    ends = torch.tensor([0, *tiny.LENGTHS]).cumsum(0).int()
+    found = model(**flat, cu_seq_lens_q=ends, cu_seq_lens_k=ends).loss
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(_GPT_OSS is None, reason="this transformers has no model with attention sinks")
@@ -136,6 +158,37 @@ def test_what_the_kernel_cannot_do_is_computed_as_transformers_does(change: Any)
     _same(stock, model, {**change(inputs, model), "use_cache": False})
 
 
+_SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_OWN_ATTENTION: dict[str, tuple[Any, Any]] = {
+    "BLOOM": (
+        transformers.BloomForCausalLM,
+        lambda: transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4),
+    ),
+    "CodeGen": (
+        transformers.CodeGenForCausalLM,
+        lambda: transformers.CodeGenConfig(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=8),
+    ),
+    "MPNet": (
+        transformers.MPNetForTokenClassification,
+        lambda: transformers.MPNetConfig(**_SMALL, intermediate_size=48, max_position_embeddings=64),
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [(7, 12, 1, 9), (7,), (12, 12)], ids=["padded", "one padded row", "no padding"])
+@pytest.mark.parametrize("name", list(_OWN_ATTENTION))
+def test_a_model_that_computes_its_own_attention_gets_the_mask_of_eager(name: str, rows: tuple[int, ...]) -> None:
+    kind, config = _OWN_ATTENTION[name]
+    torch.manual_seed(0)
+    stock = tiny.shaken(kind._from_config(config(), attn_implementation="eager")).eval()
+    model = kind._from_config(config(), attn_implementation="stoker").eval()
+    model.load_state_dict(stock.state_dict())
+    inputs = tiny.batch(lengths=rows)
+    del inputs["labels"]
+    expected, found = (made(**inputs).logits.detach() for made in (stock, model))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2"])
 def test_generation_with_a_cache_is_that_of_eager(family: str) -> None:
     stock, model = _pair(tiny.model(family, attn_implementation="eager").eval())
@@ -143,3 +196,26 @@ def test_generation_with_a_cache_is_that_of_eager(family: str) -> None:
     prompts = {name: padded[name] for name in ("input_ids", "attention_mask")}
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(**prompts, **options), stock.generate(**prompts, **options))
+
+
+def test_compiled_models_run_stock_operators_without_breaks() -> None:
+    """Stoker's kernels choose by the values of the mask, which one compiled graph cannot do."""
+    stock, model = _pair(tiny.model("Mistral", attn_implementation="sdpa").eval())
+    inputs = {**tiny.batch(), "use_cache": False}
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs).loss, stock(**inputs).loss, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_autocast_runs_the_kernel_in_bf16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary positions make queries and keys fp32 there, and values stay bf16."""
+    from stoker.model import attention_interface
+
+    stock, model = _pair(tiny.model(family, attn_implementation="eager"))
+    monkeypatch.setattr(attention_interface, "_stock", lambda *_, **__: pytest.fail("transformers' attention was used"))
+    inputs = {**tiny.batch(), "use_cache": False}
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = model(**inputs).loss, stock(**inputs).loss
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)

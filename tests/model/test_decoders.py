@@ -50,6 +50,21 @@ def test_a_batch_that_was_flattened_before_the_model_gives_the_same(family: str)
     _compare(tiny.model(family), tiny.flattened(padded), padded)
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["padded", "flattened"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_on_every_linear_layer_gives_what_stock_gives(family: str, flat: bool) -> None:
+    peft = pytest.importorskip("peft")
+    options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "init_lora_weights": False}
+    stock = peft.get_peft_model(tiny.model(family), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    padded = tiny.batch("left")
+    model = _compare(stock, tiny.flattened(padded) if flat else padded, padded)
+    parts = {part: count for part, _, count in stoker.report(model).applied}
+    adapted = sum(name.endswith("lora_A") for name, _ in stock.named_modules())
+    assert parts["fused layer"] == 2
+    assert parts["LoRA linear"] == adapted > 0
+    assert all(parameter.grad is None for name, parameter in model.named_parameters() if "lora_" not in name)
+
+
 def test_cumulative_lengths_tell_sequences_apart_too() -> None:
     padded = tiny.batch()
     flat = tiny.flattened(padded)

@@ -86,6 +86,7 @@ def test_the_report_counts_the_single_modules_that_a_training_step_calls(
 def test_the_report_lists_fused_called_and_skipped_modules_separately() -> None:
     model = tiny.optimized(head="SequenceClassification", dropout=0.1)
     assert stoker.report(model).applied == (
+        ("first token only", "BertForSequenceClassification", 1),
         ("padding-free base model", "BertModel", 1),
         ("fused embeddings", "BertEmbeddings", 1),
         ("fused layer", "BertLayer", 2),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import stoker
-from stoker.kernels import products
+from stoker.kernels import microkernels
 from stoker.machine import Machine, rates
 from stoker.model import memory, precision
 
@@ -319,12 +319,12 @@ def test_auto_computes_in_the_dtype_it_chose(monkeypatch: pytest.MonkeyPatch, un
 def test_bf16_units_that_onednn_may_not_use_do_not_count(
     monkeypatch: pytest.MonkeyPatch, recorded: Callable[[str], Machine], limit: str | None, expected: bool
 ) -> None:
-    monkeypatch.setattr(products, "this_machine", lambda: recorded("genoa"))
+    monkeypatch.setattr(microkernels, "this_machine", lambda: recorded("genoa"))
     monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if limit:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert products.torch_has_bf16_units() is expected
+    assert microkernels.torch_has_bf16_units() is expected
 
 
 def test_the_gain_of_bf16_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 
 import stoker
 from stoker.model import fused_layer
+from stoker.model.families import transformers_major
 
 
 def _pair(family: str, head: str = "Model", dropout: float = 0.0):
@@ -72,6 +73,21 @@ def test_batches_without_a_mask_are_all_real_tokens(family: str) -> None:
         model(input_ids=ids).last_hidden_state, stock(input_ids=ids).last_hidden_state, rtol=1e-4, atol=1e-4
     )
     torch.testing.assert_close(model(ids)[0], stock(ids)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(transformers_major() < 5, reason="earlier versions do not take cumulative lengths")
+@pytest.mark.parametrize("family", ["Bert", "ModernBert", "EuroBert"])
+def test_cumulative_lengths_split_a_flattened_batch(family: str) -> None:
+    """As transformers' DataCollatorWithFlattening and sentence-transformers make it."""
+    stock, model = _pair(family)
+    lengths = (5, 1, 8)
+    ids = torch.randint(5, tiny.VOCABULARY, (1, sum(lengths)))
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    output = model(input_ids=ids, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends).last_hidden_state
+    assert stoker.report(model).left_alone == ()
+    alone = torch.cat([stock(input_ids=part).last_hidden_state for part in ids.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(output, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -231,18 +247,21 @@ def test_hooks_inside_a_layer_are_called() -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_no_quadratic_mask_is_allocated(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
     seen: list[int] = []
-    stock = fused_layer.FusedLayer.forward
+    stock = fused_layer.FusedLayer.__call__
 
-    def forward(self, *args, **kwargs):
+    def call(self, *args, **kwargs):
         masks = [kwargs.get("attention_mask"), *args[1:2]]  # second in every family's layer
+        calls.append(len(masks))
         seen.extend(mask.numel() for mask in masks if isinstance(mask, torch.Tensor))
         return stock(self, *args, **kwargs)
 
-    monkeypatch.setattr(fused_layer.FusedLayer, "forward", forward)
+    monkeypatch.setattr(fused_layer.FusedLayer, "__call__", call)
     model, full = stoker.optimize(tiny.model(family), dtype=torch.float32), tiny.batch(family, "Model")
     model(**full.inputs)
     tokens = sum(end - start for start, end in full.spans)
+    assert calls, "no fused layer was called"
     assert all(numel <= tokens for numel in seen), (seen, tokens)
 
 

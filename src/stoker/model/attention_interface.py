@@ -3,7 +3,8 @@
 transformers' AttentionInterface and AttentionMaskInterface let a model name the function that computes attention and the one
 that builds its mask. Ours builds no (length, length) mask: it passes on which positions are padding, or which packed sequence
 a position belongs to, and attention runs over the sequences alone. A call that the kernel does not support (a cache, an
-unusual mask, another device) runs as transformers' own implementation does, and so gets the mask that one needs.
+unusual mask, another device) runs as transformers' own implementation does, and so gets the mask that one needs. A model that
+asks for a mask but not for an attention function keeps the mask of its eager attention.
 """
 
 from __future__ import annotations
@@ -65,11 +66,16 @@ def stoker_mask(
     A mask of two dimensions says nothing about causality, which a model passes to the attention function too. The window
     is an attribute of it, because not all models do.
     """
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
-    kinds = dict(_conditions(mask_function))
+    if _computes_its_own_attention(kwargs.get("config")):
+        return eager_mask(  # type: ignore[no-any-return]
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
+        )
+    stock = stock_wanted()
+    kinds = {} if stock else dict(_conditions(mask_function))
     whole = q_length == kv_length and all(isinstance(offset, int) and not offset for offset in (q_offset, kv_offset))
-    if not whole or not kinds.keys() <= _UNDERSTOOD or kwargs.get("use_vmap") or stock_wanted():
+    if stock or not whole or not kinds.keys() <= _UNDERSTOOD or kwargs.get("use_vmap"):
         if running_sequences() is not None:
             raise CannotPack("its attention mask is of an unusual kind")
         # Never left out: the attention function takes a missing mask for one of ours.
@@ -96,8 +102,19 @@ def stoker_mask(
     return mask
 
 
+def _computes_its_own_attention(config: Any) -> bool:
+    """Whether the code of this configuration's model never looks up an attention implementation.
+
+    BLOOM, CodeGen, MPNet and others build their mask through transformers, but their layers take an eager one only.
+    """
+    code = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return hasattr(code, "PreTrainedModel") and not hasattr(code, "ALL_ATTENTION_FUNCTIONS")
+
+
 _PACKED = "packed_sequence_mask_function"
 _BOTH_SIDES = "sliding_window_bidirectional_overlay"
+# transformers 5.23 and newer: the same conditions on positions that restart with each packed sequence, as our kernel counts them
+_RESTARTING = "remap_positions_for_packed_sequence"
 _UNDERSTOOD = {_PACKED, _BOTH_SIDES, "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay"}
 
 
@@ -108,6 +125,8 @@ def _conditions(function: Any) -> Iterator[tuple[str, Any]]:
     if name == "and_masks" and cells and isinstance(cells[0], tuple):
         for inner in cells[0]:
             yield from _conditions(inner)
+    elif name == _RESTARTING and cells and callable(cells[0]):
+        yield from _conditions(cells[0])
     else:
         yield name, cells[0] if cells else None
 
@@ -138,6 +157,7 @@ def stoker_attention(
     if queries is None:
         if running_sequences() is not None:
             raise CannotPack("its layers do not pass keyword arguments on to attention")
+        query, key, value = _as_autocast(query, key, value)
         if _supported(module, query, key, value, attention_mask, position_bias, causal, kwargs):
             queries, keys = _read(query, key, attention_mask, kwargs)
     if queries is None or keys is None:
@@ -162,6 +182,13 @@ def stoker_attention(
         cu_seqlens_k=None if queries is keys else keys.cu_seqlens,
     )
     return (out if packed else queries.lay_out(out)).view(*q.shape[:2], *out.shape[1:]), None
+
+
+def _as_autocast(*given: Tensor) -> tuple[Tensor, ...]:
+    """Inside bf16 autocast, queries and keys are often fp32 and values bf16; autocast makes all of them bf16 for sdpa."""
+    if not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") != torch.bfloat16:
+        return given
+    return tuple(one.to(torch.bfloat16) if one.dtype == torch.float32 else one for one in given)
 
 
 def _supported(
@@ -202,8 +229,9 @@ def _read(
     """The sequences of the queries and of the keys, which are the same unless this is cross attention."""
     if query.shape[2] != key.shape[2]:
         return _sequences(None, query), _sequences(mask, key)
-    ends = kwargs.get("cu_seq_lens_q")
-    if mask is None and isinstance(ends, Tensor) and query.shape[0] == 1 and int(ends[-1]) == query.shape[2]:
+    ends: Any = kwargs.get("cu_seq_lens_q")
+    flat = isinstance(ends, Tensor) and query.shape[0] == 1 and int(ends[-1]) == query.shape[2]
+    if flat and (mask is None or (mask.dtype == torch.bool and bool(mask.all()))):  # it may only give the window
         mask = sequence_ids(ends)
     found = _sequences(mask, query)
     return found, found

@@ -25,7 +25,7 @@ from stoker.model.label_smoothing import DeferredLoss, labels_are_expected
 from stoker.model.lazy_output import lazy_output
 from stoker.model.sequences import HeadCall, Sequences, running
 
-__all__ = ["CausalLMModel"]
+__all__ = ["CausalLMModel", "has_common_head"]
 
 log = logging.getLogger("stoker")
 
@@ -91,6 +91,25 @@ class CausalLMModel(Optimized):
         if not call.get("return_dict", getattr(self.config, "return_dict", True)):
             return False
         return not stock_wanted() and _is_plain(self)
+
+
+def has_common_head(module: nn.Module) -> bool:
+    """Whether a model outside of the table computes logits and loss as Llama does.
+
+    The code of many classes of transformers is generated from Llama's. A scale or soft cap of the logits, or an auxiliary
+    loss, would be a difference.
+    """
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    forward = stock_class(type(module)).forward
+    return hasattr(module, _HEAD) and _instructions(forward) == _instructions(LlamaForCausalLM.forward)
+
+
+def _instructions(function: Any) -> tuple[Any, ...]:
+    """What a function does, without its annotations and docstring."""
+    code = inspect.unwrap(function).__code__
+    values = tuple(value for value in code.co_consts if not (isinstance(value, str) and "\n" in value))
+    return code.co_code, code.co_names, code.co_varnames, values
 
 
 def _shifted(labels: Tensor, ignored: int, mask: Any, shifted: Tensor | None, model: nn.Module) -> Tensor:

@@ -25,6 +25,7 @@ def _row(name: str, folder: str, prefix: str, **changes: object) -> Family:
         "layer": f"{prefix}Layer",
         "embeddings": f"{prefix}Embeddings",
         "question_answering": f"{prefix}ForQuestionAnswering",
+        "first_token_model": f"{prefix}ForSequenceClassification",
         "masked_lm_model": f"{prefix}ForMaskedLM",
     }
     return Family(name=name, folder=folder, **{**fields, **changes})  # type: ignore[arg-type]
@@ -259,6 +260,7 @@ FAMILIES: tuple[Family, ...] = (
         "ALBERT",
         "albert",
         "Albert",
+        first_token_model=None,  # its last layer is its first one too
         tuple_until=4,
         pooler_slot_until=4,
         query="attention.query",

@@ -19,6 +19,7 @@ Role = Literal[
     "relative_bias_class",
     "distances_class",
     "question_answering",
+    "first_token_model",
     "masked_lm_model",
     "causal_lm",
 ]
@@ -82,6 +83,8 @@ class Family:
     layer: str
     embeddings: str | None = None
     question_answering: str | None = None
+    first_token_model: str | None = None
+    """The model whose head reads the last hidden state of the first token only: sequence classification."""
     masked_lm_model: str | None = None
     causal_lm: str | None = None
     """The language model with its head `lm_head`; logits are capped at config.final_logit_softcapping where that is set."""

@@ -41,6 +41,11 @@ class FusedLayer(Optimized):
         """The modules inside whose weights are read together with those of their adapters."""
         return _Parts(self, self.stoker_row, self.stoker_settings.fuse).adapted()
 
+    def stoker_after_attention(self) -> list[nn.Module]:
+        """The linear layers that follow attention."""
+        row: Family = self.stoker_row
+        return [child(self, path) for path in (row.out, *row.ups(), row.down)]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "stoker_sequences" in kwargs:
             return super().__call__(*args, **kwargs)
@@ -68,6 +73,7 @@ class FusedLayer(Optimized):
 def _post_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
     row = m.row
     context_TH = _attend(m, x_TH, sequences, extra)
+    x_TH, context_TH = m.still_needed(sequences, x_TH, context_TH)
     y_TH, bias = m.project(row.out, context_TH)
     x_TH = m.add_norm(y_TH, bias, x_TH, row.out_dropout, row.attention_norm)
     y_TH, bias = m.project(row.down, _inner(m, x_TH))
@@ -77,6 +83,7 @@ def _post_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, A
 def _pre_norm(m: _Parts, x_TH: Tensor, sequences: Sequences, extra: dict[str, Any]) -> Tensor:
     row = m.row
     context_TH = _attend(m, m.norm(row.attention_norm, x_TH), sequences, extra)
+    x_TH, context_TH = m.still_needed(sequences, x_TH, context_TH)
     y_TH, bias = m.project(row.out, context_TH, row.attention_output_norm)
     if row.parallel and child(m.layer, row.parallel):
         normed_TH = m.norm(row.down_norm, x_TH)
@@ -167,6 +174,10 @@ class _Parts:
 
     def __init__(self, layer: nn.Module, row: Family, fuse: bool) -> None:
         self.layer, self.row, self.fuse = layer, row, fuse
+
+    def still_needed(self, sequences: Sequences, *rows: Tensor) -> tuple[Tensor, ...]:
+        """The rows of the tokens whose output somebody reads; the rest of a layer computes each token by itself."""
+        return tuple(map(sequences.firsts, rows)) if sequences.first_from is self.layer else rows
 
     def project(self, path: str, x: Tensor, norm: str | None = None) -> tuple[Tensor, Tensor | None]:
         """norm(x W^T), and the bias that the next kernel still has to add; there is none after a norm."""

@@ -1,6 +1,7 @@
-"""Overrides of two heads: question answering and masked LM. All other heads work on the output with padding as they are.
+"""Overrides of heads: question answering, sequence classification and masked LM. Others work on the output with padding.
 
-Question answering: logits at padding are set so low that the softmax ignores them, as if there were no padding. Masked LM:
+Question answering: logits at padding are set so low that the softmax ignores them, as if there were no padding. Sequence
+classification: the last layer computes what follows attention for the first token alone, which is all the head reads. Masked LM:
 the loss is computed from the labelled rows only, without the (tokens, vocabulary) matrix; logits are computed on demand.
 """
 
@@ -16,14 +17,14 @@ from stoker.kernels.frozen_parameter import stored_values, stored_weight
 from stoker.kernels.linear import linear
 from stoker.kernels.loss import linear_cross_entropy
 from stoker.kernels.tracing import stock_wanted
-from stoker.model.class_swap import Optimized, child, named, ordinary, plain, unhooked
+from stoker.model.class_swap import Optimized, child, named, ordinary, plain, stock_class, unhooked
 from stoker.model.families import Family, MaskedLM
 from stoker.model.label_smoothing import DeferredLoss, labels_are_expected
 from stoker.model.lazy_output import lazy_output
 from stoker.model.leaf_modules import activation_kind
 from stoker.model.sequences import HeadCall, running, seen_by_head
 
-__all__ = ["IGNORED", "MaskedLMModel", "QuestionAnsweringModel", "SpanLogits"]
+__all__ = ["IGNORED", "FirstTokenModel", "MaskedLMModel", "QuestionAnsweringModel", "SpanLogits"]
 
 NEVER = -1.0e4
 """A logit whose exponential is zero beside any other; a label that points to it still gives a finite loss."""
@@ -54,6 +55,47 @@ class SpanLogits(Optimized):
         if sequences is None or sequences.mask is None:
             return logits
         return logits.masked_fill(~sequences.mask.unsqueeze(-1), NEVER)
+
+
+class FirstTokenModel(Optimized):
+    """Override of a sequence-classification model: asks the base model for the first token of each row only."""
+
+    stoker_part = "first token only"
+    stoker_model = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with running(HeadCall(first_token=self.stoker_first_token())):
+            return super().forward(*args, **kwargs)
+
+    def stoker_first_token(self) -> bool:
+        """Whether the head is stock's: no module of it has a hook or was replaced by one that may read other tokens."""
+        if getattr(self.config, "classifier_pooling", "cls") != "cls":
+            return False
+        base = child(self, str(self.base_model_prefix))
+        outside = [module for module in self.children() if module is not base]
+        pooler = getattr(base, "pooler", None)
+        parts = [part for module in (*outside, pooler) if module is not None for part in module.modules()]
+        source = stock_class(type(self)).__module__
+        return unhooked(base) and all(unhooked(part) and _by_token(part, source) for part in parts)
+
+
+_BY_TOKEN = (
+    nn.Linear,
+    nn.Dropout,
+    nn.Identity,
+    nn.LayerNorm,
+    nn.Tanh,
+    nn.ReLU,
+    nn.GELU,
+    nn.ModuleDict,
+    nn.ParameterDict,
+)
+
+
+def _by_token(module: nn.Module, source: str) -> bool:
+    """Whether the module is defined by the model's file, or is one that computes each token by itself."""
+    kind = stock_class(type(module))
+    return kind in _BY_TOKEN or kind.__module__ == source or kind.__module__.startswith(("transformers.activ", "peft."))
 
 
 class MaskedLMModel(Optimized):

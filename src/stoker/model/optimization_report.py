@@ -19,7 +19,7 @@ from stoker.model.class_swap import Optimized, Settings, stock_class
 from stoker.model.families import FAMILIES, find, in_table, transformers_major
 from stoker.model.frozen_weights import describe
 from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias, RelativeDistances
-from stoker.model.heads import MaskedLMModel, QuestionAnsweringModel, SpanLogits
+from stoker.model.heads import FirstTokenModel, MaskedLMModel, QuestionAnsweringModel, SpanLogits
 from stoker.model.leaf_modules import LeafDropout, kernel_for
 from stoker.model.padding_free import PaddingFreeModel, always_stock, stock_calls
 
@@ -148,6 +148,8 @@ def _called(module: nn.Module, padding_free: bool, seen: set[nn.Module] | None =
     elif isinstance(module, (RelativeBias, RelativeDistances, QuestionAnsweringModel, SpanLogits)):
         runs = padding_free
         inside = module.stoker_called() if isinstance(module, RelativeDistances) else inside
+    elif isinstance(module, FirstTokenModel):
+        runs = padding_free and module.stoker_first_token()
     elif isinstance(module, (MaskedLMModel, CausalLMModel)):
         read = module.stoker_read()
         seen.update(read)

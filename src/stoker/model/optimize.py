@@ -19,12 +19,12 @@ from stoker.kernels.frozen_parameter import Form
 from stoker.model import attention_interface, optimizers, precision
 from stoker.model import memory as allocator
 from stoker.model.any_model import ANY, base_models, restore_attention, use_attention
-from stoker.model.causal_lm import CausalLMModel
+from stoker.model.causal_lm import CausalLMModel, has_common_head
 from stoker.model.class_swap import Optimized, Settings, child, restore_class, swap_class
 from stoker.model.families import Role, find
 from stoker.model.frozen_weights import check_form, store_frozen, widen_frozen
 from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias, RelativeDistances
-from stoker.model.heads import MaskedLMModel, QuestionAnsweringModel, SpanLogits
+from stoker.model.heads import FirstTokenModel, MaskedLMModel, QuestionAnsweringModel, SpanLogits
 from stoker.model.leaf_modules import kernel_for
 from stoker.model.optimization_report import Notes, forget, note, report
 from stoker.model.padding_free import PaddingFreeModel
@@ -163,6 +163,7 @@ def _swap_classes(model: nn.Module, settings: Settings) -> None:
     }
     if settings.fuse:
         overrides["embeddings"] = FusedEmbeddings
+        overrides["first_token_model"] = FirstTokenModel
     if settings.fuse and settings.fuse_loss and found and supported("masked-LM loss"):
         overrides["masked_lm_model"] = MaskedLMModel
     if settings.fuse and settings.fuse_loss and found:
@@ -170,6 +171,8 @@ def _swap_classes(model: nn.Module, settings: Settings) -> None:
     # Without transformers' own module there is no model of transformers.
     interface = not found and "transformers.modeling_utils" in sys.modules and attention_interface.available()
     others = list(base_models(model)) if interface and settings.unpad else []
+    fuse_head = interface and settings.fuse and settings.fuse_loss
+    heads = [module for module in model.modules() if has_common_head(module)] if fuse_head else []
     for module in list(model.modules()):
         if settings.fuse and (leaf := kernel_for(module)) is not None:
             swap_class(module, leaf, settings)
@@ -177,6 +180,8 @@ def _swap_classes(model: nn.Module, settings: Settings) -> None:
         use_attention(model)
     for module in others:
         swap_class(module, PaddingFreeModel, settings, ANY)
+    for module in heads:
+        swap_class(module, CausalLMModel, settings, ANY)
     for module, row, role in found:
         if role in overrides:
             swap_class(module, overrides[role], settings, row)

@@ -8,6 +8,7 @@ that cannot be split into sequences runs as in stock transformers, and a warning
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -41,7 +42,7 @@ from stoker.model.sequences import (
     read_sequence_ids,
     running,
     sequence_ids,
-    wanted_packed,
+    wanted_by_head,
 )
 
 __all__ = ["PaddingFreeModel", "always_stock", "stock_calls"]
@@ -80,15 +81,26 @@ class PaddingFreeModel(Optimized):
                 return self._stock_forward(sequences, args, kwargs)
         count(sequences.batch * sequences.length, sequences.tokens, sequences.pairs)
         return_dict = call.pop("return_dict", getattr(self.config, "return_dict", True))
-        keep_packed = wanted_packed()
+        head = wanted_by_head()
+        if head.first_token and (last := self._last_layer(call, sequences)) is not None:
+            sequences = dataclasses.replace(sequences, first_from=last)
         try:
             # No autocast inside: layers cast for themselves, and what is left is small.
             with running(sequences), torch.autocast("cpu", enabled=self._autocasts(sequences)), self._kept(sequences):
                 output = super().forward(**self._packed(call, sequences))
-                return self._unpacked(output, sequences, return_dict, keep_packed)
+                return self._unpacked(output, sequences, return_dict, head.packed)
         except CannotPack as error:  # found by a trial, unless a later call has another kind of mask
             _TRIED[self] = str(error)
             return self.forward(*args, **kwargs)
+
+    def _last_layer(self, call: dict[str, Any], sequences: Sequences) -> nn.Module | None:
+        """The layer after which the first token of each row is enough; None if there is no such layer or more is read."""
+        row: Family = self.stoker_row
+        if row is ANY or call.get("output_hidden_states", getattr(self.config, "output_hidden_states", False)):
+            return None
+        if sequences.mask is None and sequences.cu_seqlens.numel() != sequences.batch + 1:  # several sequences in a row
+            return None
+        return next((module for module, is_layer in reversed(list(_parts(self))) if is_layer), None)
 
     def _kept(self, sequences: Sequences) -> contextlib.AbstractContextManager[None]:
         if not self.stoker_settings.keep_activations:
@@ -144,7 +156,8 @@ class PaddingFreeModel(Optimized):
         """Why this model, which is not in the table, cannot run without padding; None if it can."""
         if self not in _TRIED:
             _TRIED[self] = None  # for the trial itself
-            _TRIED[self] = tried(self, call, lambda short: self.forward(**short))
+            with running(None):  # a head around this model would take packed hidden states
+                _TRIED[self] = tried(self, call, lambda short: self.forward(**short))
         return _TRIED[self]
 
     def _packed(self, call: dict[str, Any], sequences: Sequences) -> dict[str, Any]:
@@ -167,7 +180,7 @@ class PaddingFreeModel(Optimized):
         return {**call, **packed, "attention_mask": row.empty_mask, "return_dict": True}
 
     def _unpacked(self, output: Any, sequences: Sequences, return_dict: bool, keep_packed: bool) -> Any:
-        """The output of the stock forward with every tensor, or all but the last, as (batch, length, width) again."""
+        """The output of the stock forward, laid out again as (batch, length, width), the last tensor as the head takes it."""
         row: Family = self.stoker_row
         dtype = next(self.parameters()).dtype
         done: dict[int, Tensor] = {}  # the last of the hidden states is the output itself
@@ -178,7 +191,10 @@ class PaddingFreeModel(Optimized):
                 warn_if_loss_uses_padding(self, done[id(x)], sequences)
             return done[id(x)]
 
-        hidden = output.last_hidden_state if keep_packed else unpack(output.last_hidden_state)
+        if sequences.first_from is not None:
+            hidden = sequences.unpack_firsts(output.last_hidden_state.to(dtype))
+        else:
+            hidden = output.last_hidden_state if keep_packed else unpack(output.last_hidden_state)
         if states := output.get("hidden_states"):
             if sequences.mask is not None:
                 warn_of_zeros(self, "it returns hidden_states")

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from stoker.kernels.products import torch_has_bf16_units
+from stoker.kernels.microkernels import torch_has_bf16_units
 from stoker.machine import rates
 from stoker.machine.facts import this_machine
 

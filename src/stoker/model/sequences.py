@@ -26,7 +26,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stoker.model.class_swap import is_exporting
 
@@ -44,7 +44,7 @@ __all__ = [
     "running_sequences",
     "seen_by_head",
     "sequence_ids",
-    "wanted_packed",
+    "wanted_by_head",
 ]
 
 
@@ -67,6 +67,8 @@ class Sequences:
     """(batch, length) bool, True at real tokens; None: no padding."""
     left: tuple[Tensor, Tensor] | None = None
     """Rows of the batch that begin with padding, and the packed row of their first token."""
+    first_from: nn.Module | None = None
+    """The layer, the last one, whose output is needed for the first token of each sequence only; None: for all tokens."""
 
     @property
     def tokens(self) -> int:
@@ -96,6 +98,18 @@ class Sequences:
             at, first = self.left
             rows = rows.index_copy(0, at * self.length, packed.index_select(0, first))
         return rows.view(self.batch, self.length, -1)
+
+    def firsts(self, packed: Tensor) -> Tensor:
+        """(tokens, width) to (sequences, width): the first token of each sequence."""
+        return packed.index_select(0, self.cu_seqlens[:-1])
+
+    def unpack_firsts(self, x: Tensor) -> Tensor:
+        """(1, sequences, width) to (batch, 1, width), zeros where a row of the batch has no token."""
+        firsts = x.squeeze(0)
+        if firsts.shape[0] != self.batch and self.mask is not None:
+            rows = self.mask.any(1).nonzero().squeeze(1)
+            firsts = firsts.new_zeros(self.batch, firsts.shape[1]).index_copy(0, rows, firsts)
+        return firsts.unsqueeze(1)
 
     def lay_out(self, packed: Tensor) -> Tensor:
         """(tokens, ...) to (batch * length, ...), zeros at padding."""
@@ -184,6 +198,8 @@ class HeadCall:
 
     packed: bool = False
     """The head takes the last hidden state packed, as (1, tokens, width)."""
+    first_token: bool = False
+    """The head reads the last hidden state of each row's first token only, and takes it as (batch, 1, width)."""
     sequences: Sequences | None = None
     """Those of the last padding-free call of a base model."""
 
@@ -229,15 +245,18 @@ def _attached(hidden: Tensor) -> Sequences | None:
 
 
 def running_sequences() -> Sequences | None:
-    """The sequences of the padding-free base model whose forward is being computed; None outside of one."""
-    call = None if is_exporting() else _RUNNING.get()
+    """The sequences of the padding-free base model whose forward is being computed; None outside of one.
+
+    None in compiled code, too, which cannot read context variables: torch.compile skips padding-free base models.
+    """
+    call = None if torch.compiler.is_compiling() else _RUNNING.get()
     return call if isinstance(call, Sequences) else None
 
 
-def wanted_packed() -> bool:
-    """Whether the head around this call of a base model takes the last hidden state packed."""
+def wanted_by_head() -> HeadCall:
+    """What the head around this call of a base model takes; without one, all hidden states as (batch, length, width)."""
     call = _RUNNING.get()
-    return isinstance(call, HeadCall) and call.packed
+    return call if isinstance(call, HeadCall) else HeadCall()
 
 
 def seen_by_head() -> Sequences | None:
