@@ -6,6 +6,7 @@ Values are small integers, whose sums are exact in every type, so results are co
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import torch
@@ -306,8 +307,31 @@ def receive_from_any_source(rank: int, size: int) -> None:
     dist.barrier()
 
 
+def receive_from_any_source_after_a_rank_has_left(rank: int, size: int) -> None:
+    """A rank that has destroyed its group is no reason to stop waiting for the others."""
+    group = dist.new_group()
+    x = torch.empty(3)
+    if rank == 1:
+        dist.send(x.fill_(1), 0, group=group)
+        dist.destroy_process_group(group)
+    elif rank == 0:
+        assert dist.recv(x, group=group) == 1
+    dist.barrier()
+    if rank == 0:
+        later = [dist.irecv(torch.empty(3), group=group) for _ in range(size - 2)]
+        time.sleep(0.2)  # long enough to notice that rank 1 is gone
+        dist.barrier()
+        for work in later:
+            work.wait()
+    else:
+        dist.barrier()
+        if rank > 1:
+            dist.send(x, 0, group=group)
+    dist.barrier()
+
+
 def messages_use_no_thread_and_no_memory_per_tag(rank: int, size: int) -> None:
-    """The second hundred of tags finds everything there."""
+    """The second hundred of tags finds everything there, except for the group's thread if no message had to wait before."""
 
     def usage() -> tuple[int, int]:
         with open("/proc/self/status") as status:
@@ -320,8 +344,9 @@ def messages_use_no_thread_and_no_memory_per_tag(rank: int, size: int) -> None:
         _ = dist.send(x, 1, tag=tag) if rank == 0 else dist.recv(x, 0, tag=tag) if rank == 1 else None
         if tag == 99:
             before = usage()
-    # Threads of an earlier case may end only now.
-    assert all(now <= earlier for now, earlier in zip(usage(), before, strict=True)), (usage(), before)
+    threads, segments = usage()  # threads of an earlier case may end only now
+    assert threads <= before[0] + 1, (threads, before)
+    assert segments <= before[1], (segments, before)
 
 
 def sequence_numbers(rank: int, size: int) -> None:
@@ -398,8 +423,9 @@ def several_tensors(rank: int, size: int) -> None:
     group.broadcast(pair, choice).wait()
     assert [x.tolist() for x in pair] == [[3.0] * 3] * 2
     lists = [[torch.zeros(1) for _ in range(2 * size)] for _ in range(2)]
-    group.allgather(lists, [torch.tensor([2.0 * rank]), torch.tensor([2.0 * rank + 1])]).wait()
-    assert [[x.item() for x in one] for one in lists] == [[float(i) for i in range(2 * size)]] * 2
+    inputs = [torch.tensor([2.0 * rank]), torch.tensor([2.0 * rank + 1])]
+    for found in (group.allgather(lists, inputs).get_future().wait(), lists):
+        assert [[x.item() for x in one] for one in found] == [[float(i) for i in range(2 * size)]] * 2
 
 
 def aliased_tensors(rank: int, size: int) -> None:
@@ -476,6 +502,8 @@ def futures(rank: int, size: int) -> None:
 
     doubled = work.get_future().then(note).wait()
     assert called.is_set()
+    again = dist.all_reduce(torch.ones(4), async_op=True)
+    assert again.get_future().then(lambda _: again.get_future().done()).wait()  # a callback may ask for the future
     assert doubled.tolist() == [2.0 * sum(range(size))] * 4
 
 
@@ -679,6 +707,36 @@ def local_sgd_averages_weights(rank: int, size: int) -> None:
             model.weight += rank + 1
         assert local.step() == (step == 1)
     torch.testing.assert_close(model.weight.detach(), start + 2 * sum(range(1, size + 1)) / size)
+
+
+def local_sgd_averages_gradients_in_the_first_steps(rank: int, size: int) -> None:
+    from stoker.distributed.local_sgd import LocalSGD
+
+    model = torch.nn.Linear(2, 1)
+    for dtype, error in ((None, 1e-6), (torch.bfloat16, 1e-2)):
+        local = LocalSGD(model, every=2, warm_up=2, sent_dtype=dtype)
+        for _ in range(2):
+            assert local.warms_up
+            model.weight.grad = torch.full_like(model.weight, rank + 1.0)
+            model.bias.grad = torch.ones_like(model.bias) if rank == 0 else None
+            local.average_gradients()
+            torch.testing.assert_close(
+                model.weight.grad, torch.full_like(model.weight, (size + 1) / 2), atol=error, rtol=0
+            )
+            torch.testing.assert_close(model.bias.grad, torch.full_like(model.bias, 1 / size), atol=error, rtol=0)
+            with torch.no_grad():
+                model.weight -= model.weight.grad
+            assert local.step()
+            assert local.agreed
+        assert not local.warms_up
+        start = model.weight.detach().clone()
+        for step in range(2):
+            with torch.no_grad():
+                model.weight += rank + 1
+            assert local.step() == (step == 1)
+        torch.testing.assert_close(
+            model.weight.detach(), start + 2 * sum(range(1, size + 1)) / size, atol=error, rtol=0
+        )
 
 
 def local_sgd_goes_on_with_another_momentum(rank: int, size: int) -> None:

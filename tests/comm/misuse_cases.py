@@ -35,7 +35,7 @@ def root(rank: int) -> dist.BroadcastOptions:
 def tensors_that_do_not_fit(rank: int, size: int) -> None:
     short, long, many = torch.ones(4), torch.ones(100_000), torch.ones(100_000 * size)
     several, longs = [torch.zeros(4) for _ in range(size)], [torch.zeros(100_000) for _ in range(size)]
-    alone, one_type = [torch.zeros(4)], "all must have the same type"
+    alone, one_type = [torch.zeros(4)], "tensors must all have the same type"
     missing = f"list size 1. {{}} list size should be {size}"
     no_input, no_output = missing.format("Input"), missing.format("Output")
     group: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # without the checks of torch
@@ -69,8 +69,12 @@ def tensors_that_do_not_fit(rank: int, size: int) -> None:
         (lambda: group.allreduce([short, long]), "invalid tensor size"),
         (lambda: group.allreduce([torch.ones(3).to_sparse()], maximum), "unsupported reduction operation"),
         (lambda: group.allreduce_coalesced([]), "requires non-empty tensor list"),
+        (lambda: group.allreduce_coalesced([short, short.to_sparse()]), "invalid tensor layout at index 1"),
+        (lambda: group.reduce([short, short]), "requires a single-element tensor list"),
         (lambda: group.allgather([], []), "requires non-empty input tensor list"),
-        (lambda: dist.all_gather_coalesced([alone], alone), ""),
+        (lambda: dist.all_gather_coalesced([alone], alone), "output lists should be equal to world size"),
+        (lambda: dist.all_gather_coalesced([longs[:1]] * size, alone), "invalid size of output tensor at index 0"),
+        (lambda: dist.all_gather_coalesced([[whole]] * size, alone), "invalid tensor type at index 0"),
     ]
     if rank == 0:
         calls += [
@@ -149,6 +153,16 @@ def messages_that_never_come(rank: int, size: int) -> None:
         x = torch.ones(3) if rank == 1 else torch.zeros(3)
         _ = dist.recv(x, 1, group=group) if rank == 0 else dist.send(x, 0, group=group)
         assert x.tolist() == [1.0] * 3
+
+
+def messages_from_nobody(rank: int, size: int) -> None:
+    group = dist.new_group()
+    if rank > 0:
+        dist.destroy_process_group(group)
+    else:
+        refused(
+            lambda: dist.recv(torch.ones(3), group=group), "all other ranks have left the group; rank 0 was waiting"
+        )
 
 
 def monitored_barrier(rank: int, size: int) -> None:

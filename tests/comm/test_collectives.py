@@ -23,7 +23,8 @@ PLAIN = [
     "feedback_drops_values_that_are_not_finite", "callbacks_may_communicate", "messages_from_many_threads",
     "reduce_scatter", "alltoall", "alltoall_single", "gather", "scatter", "barrier", "send_and_receive",
     "exchange_in_a_ring", "tags_keep_messages_apart", "messages_wait_for_their_tag",
-    "messages_of_one_tag_keep_their_order", "receive_from_any_source", "messages_use_no_thread_and_no_memory_per_tag",
+    "messages_of_one_tag_keep_their_order", "receive_from_any_source",
+    "receive_from_any_source_after_a_rank_has_left", "messages_use_no_thread_and_no_memory_per_tag",
     "sequence_numbers", "detailed_debugging", "sparse_allreduce", "several_tensors", "aliased_tensors", "gather_has_a_future",
     "inference_tensors", "objects", "sub_groups", "async_work", "futures", "async_order_is_free_between_groups",
     "data_parallel", "sharded_parallel", "zero_optimizer", "functional_collectives",
@@ -58,7 +59,8 @@ def test_collective(job: tuple[str, Ranks], case: str) -> None:
     "case",
     [
         "tensors_that_do_not_fit", "shares_that_others_do_not_expect", "messages_of_another_length",
-        "groups_that_are_gone", "waiting_has_a_limit_of_its_own", "messages_that_never_come", "monitored_barrier",
+        "groups_that_are_gone", "waiting_has_a_limit_of_its_own", "messages_that_never_come", "messages_from_nobody",
+        "monitored_barrier",
     ],
 )  # fmt: skip
 def test_misuse_raises_a_clear_error(job: tuple[str, Ranks], case: str) -> None:
@@ -97,7 +99,7 @@ def test_error_feedback_makes_bf16_gradients_more_exact(job: tuple[str, Ranks]) 
     "case",
     [
         "local_sgd_averages_weights", "local_sgd_moves_on_with_momentum", "local_sgd_goes_on_with_another_momentum",
-        "local_sgd_follows_the_first_rank",
+        "local_sgd_follows_the_first_rank", "local_sgd_averages_gradients_in_the_first_steps",
     ],
 )  # fmt: skip
 def test_local_sgd(job: tuple[str, Ranks], case: str) -> None:

@@ -128,7 +128,7 @@ def open_connections(
     size, engine = len(names), members[rank].engine
     hosts = group_by_host([member.host for member in members])
     local_ranks = next(ranks for ranks in hosts if rank in ranks)
-    handle, reason = 0, f"STOKER_CCL_ENGINE={engine}"
+    handle, reason = 0, "STOKER_CCL_ENGINE=gloo is set"
     if engine != "gloo":
         offered = members[0].segment if len(hosts) == 1 else ""  # it has room for all ranks of the group
         local_names = [names[other] for other in local_ranks]
@@ -139,14 +139,14 @@ def open_connections(
                 prefixed, place, local_names, timeout, kind, offered, offer if offered else None
             )
         except SharedMemoryUnavailable as error:
-            reason = str(error)
+            reason = f"the ranks of a host cannot share memory ({error})"
     if handle and len(hosts) == 1:
         return Connections(hosts, local_ranks, handle)
     if len(hosts) > 1 and "no" in exchange(store, "shared memory", rank, size, "yes" if handle else "no") and handle:
         native.library().stoker_comm_destroy(handle)
-        handle, reason = 0, "another host has none"
+        handle, reason = 0, "the ranks of another host cannot share memory"
     if not handle and rank == 0:
-        log(f"gloo carries everything because the ranks of a host cannot share memory ({reason})")
+        log(f"gloo carries everything because {reason}")
 
     address = own_address(store, rank, size)
     leaders, oneccl, problem = None, None, ""

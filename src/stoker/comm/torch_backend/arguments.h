@@ -14,9 +14,20 @@ void expect_root(const char* operation, int64_t root, int ranks) {
   TORCH_CHECK(root >= 0 && root < ranks, operation, ": invalid root rank ", root, " in a group of ", ranks, " ranks");
 }
 
+void expect_root_tensor(const char* operation, int64_t root, const Tensors& tensors) {
+  TORCH_CHECK(root >= 0 && root < static_cast<int64_t>(tensors.size()), operation, ": invalid root tensor ", root, " of ",
+              tensors.size());
+}
+
 void expect_type(const char* operation, const at::Tensor& one, const at::Tensor& other) {
   TORCH_CHECK(one.scalar_type() == other.scalar_type(), operation, ": invalid tensor type: tensors of ", one.scalar_type(),
-              " and of ", other.scalar_type(), "; all must have the same type");
+              " and of ", other.scalar_type(), "; tensors must all have the same type");
+}
+
+void expect_layout(const char* operation, const Tensors& tensors) {
+  for (size_t i = 1; i < tensors.size(); ++i)
+    TORCH_CHECK(tensors[i].layout() == tensors[0].layout(), operation, ": invalid tensor layout at index ", i, ": ",
+                tensors[i].layout(), " beside ", tensors[0].layout());
 }
 
 void expect_dense(const char* operation, const Tensors& tensors) {
@@ -28,12 +39,25 @@ void expect_dense(const char* operation, const Tensors& tensors) {
 // Several tensors of one rank that count as contributions to the same result.
 void expect_alike(const char* operation, const Tensors& tensors) {
   TORCH_CHECK(!tensors.empty(), operation, ": requires non-empty tensor list");
+  expect_layout(operation, tensors);
   for (const auto& tensor : tensors) {
-    TORCH_CHECK(tensor.layout() == tensors[0].layout(), operation, ": invalid tensor layout: ", tensor.layout(), " beside ",
-                tensors[0].layout());
     expect_type(operation, tensors[0], tensor);
     TORCH_CHECK(tensor.sizes() == tensors[0].sizes(), operation, ": invalid tensor size: ", tensor.sizes(), " beside ",
                 tensors[0].sizes());
+  }
+}
+
+// What one rank receives: an output like each of the inputs.
+void expect_outputs(const char* operation, const Tensors& inputs, const Tensors& outputs) {
+  TORCH_CHECK(inputs.size() == outputs.size(), operation, ": invalid output: ", inputs.size(), " inputs, and ", outputs.size(),
+              " outputs for a rank");
+  expect_dense(operation, inputs);
+  expect_dense(operation, outputs);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    TORCH_CHECK(outputs[i].scalar_type() == inputs[i].scalar_type(), operation, ": invalid tensor type at index ", i, ": ",
+                outputs[i].scalar_type(), " for an input of ", inputs[i].scalar_type());
+    TORCH_CHECK(outputs[i].numel() == inputs[i].numel(), operation, ": invalid size of output tensor at index ", i, ": ",
+                outputs[i].sizes(), " for an input of ", inputs[i].sizes());
   }
 }
 

@@ -107,6 +107,7 @@ class Backend : public c10d::Backend {
   Ref<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
     check_open();
     TORCH_CHECK(!tensors.empty(), "all_reduce_coalesced: requires non-empty tensor list");
+    expect_layout("all_reduce_coalesced", tensors);
     expect_dense("all_reduce_coalesced", tensors);
     for (const auto& tensor : tensors) expect_type("all_reduce_coalesced", tensors[0], tensor);
     if (!shares_memory_) return counted(flat_->allreduce_coalesced(tensors, opts));
@@ -123,8 +124,7 @@ class Backend : public c10d::Backend {
   Ref<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
     check_open();
     expect_root("broadcast", opts.rootRank, getSize());
-    TORCH_CHECK(opts.rootTensor >= 0 && opts.rootTensor < static_cast<int64_t>(tensors.size()), "broadcast: invalid root tensor ",
-                opts.rootTensor, " of ", tensors.size());
+    expect_root_tensor("broadcast", opts.rootTensor, tensors);
     expect_alike("broadcast", tensors);
     expect_dense("broadcast", tensors);
     if (!one_host()) return counted(flat_->broadcast(tensors, opts));
@@ -141,7 +141,9 @@ class Backend : public c10d::Backend {
   Ref<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
     check_open();
     expect_root("reduce", opts.rootRank, getSize());
-    const at::Tensor tensor = expect_single("reduce", "input", tensors);
+    expect_root_tensor("reduce", opts.rootTensor, tensors);
+    TORCH_CHECK(tensors.size() == 1, "reduce: requires a single-element tensor list, not ", tensors.size(), " tensors");
+    const at::Tensor tensor = tensors[0];
     expect_dense("reduce", tensors);
     if (!one_host() && averages(opts, tensor))
       return then(OpType::REDUCE, opts, mean(flat_->reduce(tensors, with_sum(opts)), tensor), tensors);
@@ -176,14 +178,12 @@ class Backend : public c10d::Backend {
   Ref<Work> allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     TORCH_CHECK(!inputs.empty(), "all_gather_coalesced: requires non-empty input tensor list");
     TORCH_CHECK(static_cast<int>(outputs.size()) == getSize(), "all_gather_coalesced: invalid output: ", outputs.size(),
-                " lists for a group of ", getSize(), " ranks; output lists should be one for each");
-    for (const auto& list : outputs)
-      TORCH_CHECK(list.size() == inputs.size(), "all_gather_coalesced: invalid output: ", inputs.size(), " inputs, and ",
-                  list.size(), " outputs for a rank");
+                " lists for a group of ", getSize(), " ranks; output lists should be equal to world size");
     std::vector<Tensors> by_input(inputs.size());
-    for (const auto& list : outputs)
+    for (const auto& list : outputs) {
+      expect_outputs("all_gather_coalesced", inputs, list);
       for (size_t i = 0; i < inputs.size(); ++i) by_input[i].push_back(list[i]);
-    for (size_t i = 0; i < inputs.size(); ++i) expect_gathered(by_input[i], inputs[i]);
+    }
     if (!one_host()) {
       Ref<Work> last;  // operations run in order: when the last is done, all are
       for (size_t i = 0; i < inputs.size(); ++i) {
@@ -363,9 +363,10 @@ class Backend : public c10d::Backend {
     return start(type, opts, results, results, std::move(body));
   }
 
-  // `inputs`: what profiles show.
+  // `inputs`: what profiles show; `lists`: how many lists the future divides the results into.
   template <typename Options>
-  Ref<Work> start(OpType type, const Options& opts, const Tensors& inputs, const Tensors& results, std::function<void()> body) {
+  Ref<Work> start(OpType type, const Options& opts, const Tensors& inputs, const Tensors& results, std::function<void()> body,
+                  size_t lists = 1) {
     const double requested = std::chrono::duration<double>(opts.timeout).count();
     const double timeout = requested > 0 ? requested : timeout_;
     ++sequence_;
@@ -373,7 +374,7 @@ class Backend : public c10d::Backend {
       stoker_comm_timeout(memory_, timeout);
       current_timeout_ = timeout;
       body();
-    }, inputs, results);
+    }, inputs, results, lists);
     queue_->submit(operation, !opts.asyncOp);
     return operation;
   }
@@ -455,7 +456,9 @@ class Backend : public c10d::Backend {
     expect_alike("all_gather", inputs);
     for (const auto& list : outputs) expect_list("all_gather", "output", list, getSize() * static_cast<int>(inputs.size()));
     if (!one_host()) return counted(flat_->allgather(outputs, inputs, opts));
-    return start(OpType::ALLGATHER, opts, inputs, outputs[0], [this, outputs, inputs] {
+    Tensors results;
+    for (const auto& list : outputs) results.insert(results.end(), list.begin(), list.end());
+    return start(OpType::ALLGATHER, opts, inputs, results, [this, outputs, inputs] {
       for (size_t i = 0; i < inputs.size(); ++i) {
         Tensors from_ranks;
         for (size_t at = i; at < outputs[0].size(); at += inputs.size()) from_ranks.push_back(outputs[0][at]);
@@ -463,7 +466,7 @@ class Backend : public c10d::Backend {
       }
       for (size_t list = 1; list < outputs.size(); ++list)
         for (size_t at = 0; at < outputs[0].size(); ++at) Dense::write(outputs[list][at], outputs[0][at]);
-    });
+    }, outputs.size());
   }
 
   Ref<Work> scatter_reduced(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceScatterOptions& opts) {

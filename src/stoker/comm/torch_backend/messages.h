@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <deque>
 #include <list>
+#include <string_view>
 #include <thread>
 
 #include "result_work.h"
@@ -265,11 +266,18 @@ class Messages {
     return all;
   }
 
-  // Empty: go on waiting. A rank that has left or died can send nothing more, and its pipe is empty.
+  // Empty: go on waiting. A rank that has left or died can send nothing more, and its pipe is empty. A message from any source
+  // may still come from the others when one has left, but a rank that has died is an error of the whole job.
   std::string reason_to_give_up(const Message& one, const std::vector<const char*>& gone) const {
-    for (int rank = 0; rank < static_cast<int>(gone.size()); ++rank)
-      if (gone[rank] && (one.peer == rank || one.peer == kAnySource))
+    const bool any = one.peer == kAnySource;
+    size_t left = 0;
+    for (int rank = 0; rank < static_cast<int>(gone.size()); ++rank) {
+      if (!gone[rank]) continue;
+      if (one.peer == rank || (any && std::string_view(gone[rank]) == "has died"))
         return name(rank) + " " + gone[rank] + "; " + name(rank_) + " was " + describe(one);
+      ++left;
+    }
+    if (any && left + 1 == gone.size()) return "all other ranks have left the group; " + name(rank_) + " was " + describe(one);
     if (!one.late(Message::Clock::now())) return "";
     char waited[32];
     std::snprintf(waited, sizeof(waited), "%.3g", one.timeout);

@@ -17,8 +17,8 @@ class OperationQueue;
 class Operation : public ResultWork {
  public:
   Operation(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type, std::function<void()> body,
-            const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results)
-      : ResultWork(rank, type, inputs, std::move(results)), queue_(std::move(queue)), body_(std::move(body)) {}
+            const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results, size_t lists = 1)
+      : ResultWork(rank, type, inputs, std::move(results), lists), queue_(std::move(queue)), body_(std::move(body)) {}
 
   bool wait(Milliseconds timeout) override;
 

@@ -35,9 +35,9 @@ const char* profiling_title(c10d::OpType type) {
 
 class ResultWork : public Work {
  public:
-  // `inputs`: the tensors whose shapes profiles show.
-  ResultWork(int rank, c10d::OpType type, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results)
-      : Work(rank, type, profiling_title(type), inputs), results_(std::move(results)) {}
+  // `inputs`: the tensors whose shapes profiles show; `lists`: how many lists of equal length the future has them in.
+  ResultWork(int rank, c10d::OpType type, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results, size_t lists = 1)
+      : Work(rank, type, profiling_title(type), inputs), results_(std::move(results)), lists_(lists) {}
 
   std::vector<at::Tensor> result() override { return results_; }
   void abort() override { TORCH_CHECK(false, "a single ccl operation cannot be aborted; abort the group"); }
@@ -45,20 +45,24 @@ class ResultWork : public Work {
   Ref<c10::ivalue::Future> getFuture() override {
     const std::lock_guard<std::mutex> lock(future_mutex_);
     if (!future_) {
-      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      c10::TypePtr type = c10::ListType::create(c10::TensorType::get());
+      if (lists_ > 1) type = c10::ListType::create(type);
+      future_ = c10::make_intrusive<c10::ivalue::Future>(type);
       if (done_) complete_future();
     }
     return future_;
   }
 
  protected:
-  // Once, when the operation has ended. Callbacks of the future run here.
+  // Once, when the operation has ended. Callbacks of the future run here, without the lock: they may ask for the future again.
   void complete(std::exception_ptr failure) {
     failure_ = failure;
     finish(failure);
-    const std::lock_guard<std::mutex> lock(future_mutex_);
+    std::unique_lock<std::mutex> lock(future_mutex_);
     done_ = true;
-    if (future_) complete_future();
+    const bool requested = static_cast<bool>(future_);
+    lock.unlock();
+    if (requested) complete_future();
   }
 
   // How wait() ends: with the operation's own error, or with a timeout if it is not done.
@@ -75,10 +79,18 @@ class ResultWork : public Work {
     if (failure_)
       future_->setError(failure_);
     else
-      future_->markCompleted(c10::IValue(results_));
+      future_->markCompleted(lists_ > 1 ? c10::IValue(divided()) : c10::IValue(results_));
+  }
+
+  std::vector<std::vector<at::Tensor>> divided() const {
+    std::vector<std::vector<at::Tensor>> all;
+    const auto each = static_cast<std::ptrdiff_t>(results_.size() / lists_);
+    for (auto at = results_.begin(); at != results_.end(); at += each) all.emplace_back(at, at + each);
+    return all;
   }
 
   std::vector<at::Tensor> results_;
+  const size_t lists_;
   std::exception_ptr failure_;
   std::mutex future_mutex_;
   Ref<c10::ivalue::Future> future_;
