@@ -297,11 +297,19 @@ def test_ctrl_c_ends_the_command_with_a_last_word_to_its_readers(tmp_path: Path)
 def test_bad_requests_give_one_sentence_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin(tmp_path / "run")
     (tmp_path / "none").mkdir()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "run.jsonl").touch()
+    for trial in ("trial-001", "trial-002"):
+        (tmp_path / "search" / trial).mkdir(parents=True)
+        (tmp_path / "search" / trial / "run.jsonl").touch()
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = str(busy.getsockname()[1])
         for argv, words in (
             ([str(tmp_path / "missing")], "does not exist"),
             ([str(tmp_path / "none")], "has no run.jsonl"),
+            ([str(tmp_path / "search")], f"watch one of them, such as {tmp_path / 'search' / 'trial-002'}"),
+            ([str(tmp_path / "new" / "run.jsonl")], "is a file; name the folder of a run"),
+            ([str(tmp_path / "new"), "--port", port], f"port {port} of 127.0.0.1 is in use"),
             ([str(tmp_path / "run"), "--port", port], f"port {port} of 127.0.0.1 is in use; choose another --port"),
             ([str(tmp_path / "run"), "--port", "70000"], "is not a port"),
             ([str(tmp_path / "run"), "--host", "192.0.2.1"], "--host 192.0.2.1 cannot be used"),

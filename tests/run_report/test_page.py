@@ -115,6 +115,10 @@ def test_a_folder_without_a_log_is_reported_in_one_sentence(tmp_path: Path, caps
     assert "has no run.jsonl" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "does not exist" in capsys.readouterr().err
+    (tmp_path / "run.jsonl").touch()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is still empty; generate the page when the run has begun" in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["run.jsonl"]
 
 
 def browse(page: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:

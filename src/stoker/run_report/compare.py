@@ -16,6 +16,7 @@ from stoker.numbers import finite_number
 from stoker.run_report.figures import SCORES, median, points, smooth
 from stoker.run_report.log import NAME, Run, read_run
 from stoker.run_report.run_state import State, state_of
+from stoker.user_files import require_run_folder
 
 __all__ = [
     "Best",
@@ -26,6 +27,7 @@ __all__ = [
     "find_runs",
     "is_lower_better",
     "metrics_of",
+    "summary_of",
 ]
 
 _DEPTH = 3
@@ -131,8 +133,7 @@ def find_runs(folders: Sequence[Path]) -> list[RunSummary]:
     """The runs in these folders and below them; UserError for a folder that has none."""
     found: dict[Path, Path] = {}
     for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"the folder {folder} does not exist")
+        require_run_folder(folder)
         below = _runs_below(folder, _DEPTH)
         if not below:
             raise UserError(f"{folder} has no run.jsonl, the log of a training run, and no folder below it has one")
@@ -142,7 +143,7 @@ def find_runs(folders: Sequence[Path]) -> list[RunSummary]:
             f"{len(found):,} runs were found, and at most {_MOST_RUNS:,} can be compared; name fewer folders"
         )
     paths = list(found.values())
-    return [_summary(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    return [_readable_summary(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 
 
 def _runs_below(folder: Path, depth: int) -> list[Path]:
@@ -157,11 +158,16 @@ def _runs_below(folder: Path, depth: int) -> list[Path]:
     return [run for one in inside for run in _runs_below(one, depth - 1)]
 
 
-def _summary(folder: Path, name: str) -> RunSummary:
+def _readable_summary(folder: Path, name: str) -> RunSummary:
     try:
-        run = read_run(folder)
+        return summary_of(folder, name)
     except OSError as error:
         raise UserError(f"{folder / NAME} cannot be read: {error.strerror}") from None
+
+
+def summary_of(folder: Path, name: str) -> RunSummary:
+    """The run in a folder. Raises OSError if its log cannot be read."""
+    run = read_run(folder)
     quiet_for = time.time() - run.last_time if run.last_time is not None else 0.0
     return RunSummary(folder, name, run, state_of(run, max(quiet_for, 0.0)))
 

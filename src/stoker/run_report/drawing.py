@@ -21,8 +21,8 @@ from matplotlib.ticker import MaxNLocator
 from stoker.run_report.log import Run
 
 __all__ = [
-    "COLORS", "FIVE", "FOUR", "GRID", "INK", "MUTED", "ONE", "STYLE", "THREE", "TWO", "as_svg", "new_figure", "one_line",
-    "style_axes",
+    "COLORS", "FIVE", "FOUR", "GRID", "INK", "MUTED", "ONE", "STYLE", "THREE", "TWO", "as_svg", "name_bars",
+    "new_figure", "one_line", "style_axes",
 ]  # fmt: skip
 
 # Placeholder colours that no plot has by chance, and the CSS variable that replaces each.
@@ -101,6 +101,16 @@ def style_axes(axis: Axes, title: str, run: Run | None = None, last: bool = True
         axis.set_xlabel("step", fontsize=10)
     for step in run.resumed_at if run else ():
         axis.axvline(step, color=MUTED, linewidth=1, linestyle=(0, (2, 3)))
+
+
+def name_bars(axis: Axes, names: list[str], title: str) -> None:
+    """Labels horizontal bars, the first on top; their values are annotated, so there is no scale."""
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xticks([])
+    axis.grid(False)
+    axis.spines["bottom"].set_visible(False)
+    axis.set_title(title, loc="left", fontsize=11, color=MUTED, pad=8)
 
 
 def one_line(name: str) -> str:

@@ -19,9 +19,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-__all__ = ["NAME", "Run", "RunLog", "number", "parse_entry", "plain", "read_entries", "read_run", "require_regular"]
+__all__ = [
+    "NAME",
+    "PRUNED",
+    "Run",
+    "RunLog",
+    "number",
+    "parse_entry",
+    "plain",
+    "read_entries",
+    "read_run",
+    "require_regular",
+]
 
 NAME = "run.jsonl"
+PRUNED = "pruned"
+"""The reason for the end of a trial that `stoker tune` stopped because it was worse than others."""
 
 
 class RunLog:
@@ -273,6 +286,7 @@ _SCHEMA: dict[str, Check] = {
         command=_or_none(_text), versions=_or_none(_dict_of(_scalar)), machine=_or_none(_MACHINE),
         data=_or_none(_text), loss=_or_none(_text), process=_or_none(_PROCESS),
         arguments=_or_none(_dict_of(_anything)), agents=_or_none(_list_of(_integer)), processes=_or_none(_list_of(_integer)),
+        job=_or_none(_text),
     ),
     "model": _fields(
         name=_or_none(_text), type=_or_none(_text), parameters=_or_none(_count), steps=_or_none(_count),

@@ -11,41 +11,43 @@ from matplotlib.ticker import FuncFormatter
 
 from stoker.run_report.compare import Comparison, RunSummary
 from stoker.run_report.compare_texts import figures, setting
-from stoker.run_report.drawing import COLORS, STYLE, as_svg, new_figure, style_axes
+from stoker.run_report.drawing import COLORS, MUTED, STYLE, as_svg, new_figure, style_axes
 from stoker.run_report.figures import points, smooth
 from stoker.run_report.log import number
 from stoker.run_report.templates import template
 
-__all__ = ["render_overlay"]
+__all__ = ["DRAWN", "Points", "curves", "draw_over_each_other", "line_of", "loss_curve", "render_overlay"]
 
 _DASHES = ("", "5 3")
-_DRAWN = len(COLORS) * len(_DASHES)
+DRAWN = len(COLORS) * len(_DASHES)
+"""Runs that can be told apart by the colour and the dashes of their curves."""
 Points = tuple[Sequence[float], Sequence[float]]
 
 
 def render_overlay(found: Comparison) -> str:
     differing = found.differing
     rows = [
-        {"number": i + 1, "name": one.name, "label": one.state.label, "tone": one.state.tone, "line": _line(i),
+        {"number": i + 1, "name": one.name, "label": one.state.label, "tone": one.state.tone, "line": line_of(i),
          "figures": figures(one, found.metric), "settings": [setting(values[i]) for values in differing.values()]}
         for i, one in enumerate(found.runs)
     ]  # fmt: skip
     return template("overlay.html.jinja").render(
         title=f"{len(rows)} training runs" if len(rows) > 1 else "One training run",
-        metric=found.metric_name, settings=list(differing), rows=rows, plots=_plots(found), drawn=min(_DRAWN, len(rows)),
+        metric=found.metric_name, settings=list(differing), rows=rows, plots=curves(found), drawn=min(DRAWN, len(rows)),
     )  # fmt: skip
 
 
-def _line(place: int) -> dict[str, str] | None:
-    """The colour and dashes of a run's curves; None beyond those that are drawn."""
-    if place >= _DRAWN:
+def line_of(place: int) -> dict[str, str] | None:
+    """The colour and dashes of a run's curves; None beyond those that can be told apart."""
+    if place >= DRAWN:
         return None
     return {"color": list(COLORS)[place % len(COLORS)], "dashes": _DASHES[place // len(COLORS)]}
 
 
-def _plots(found: Comparison) -> list[tuple[Markup, str]]:
+def curves(found: Comparison) -> list[tuple[Markup, str]]:
+    """Plots with the curves of the first runs, the best on top, and their captions."""
     plots = [
-        (_overlay(found, "Loss", _loss), "Running means."),
+        (_overlay(found, "Loss", loss_curve), "Running means."),
         (
             _overlay(found, "Loss over time", _loss_over_time, unit="minutes"),
             "Since each run's first start; running means.",
@@ -58,7 +60,7 @@ def _plots(found: Comparison) -> list[tuple[Markup, str]]:
     return [(svg, caption) for svg, caption in plots if svg is not None]
 
 
-def _loss(one: RunSummary) -> Points:
+def loss_curve(one: RunSummary) -> Points:
     steps, losses = points(one.run.steps, "loss")
     return steps, smooth(losses)
 
@@ -84,16 +86,26 @@ def _throughput(one: RunSummary) -> Points:
 def _overlay(
     found: Comparison, title: str, read: Callable[[RunSummary], Points], *, unit: str = "step", low: float | None = 0.0
 ) -> Markup | None:
-    curves = [(i, read(one)) for i, one in enumerate(found.runs[:_DRAWN])]
-    curves = [(i, curve) for i, curve in curves if curve[0]]
-    if not curves:
+    """The curves that `read` takes from the runs, over each other; None if no run has one."""
+    return draw_over_each_other([read(one) for one in found.runs[:DRAWN]], title, unit=unit, low=low)
+
+
+def draw_over_each_other(
+    every: Sequence[Points], title: str, *, unit: str = "step", low: float | None = 0.0, what: str = "runs"
+) -> Markup | None:
+    """Curves over each other, the first on top. Those that cannot be told apart are grey and lie behind the others."""
+    shown = [(i, curve) for i, curve in enumerate(every) if curve[0]]
+    if not shown:
         return None
     with matplotlib.rc_context(STYLE):
         figure, (axis,) = new_figure(2.9)
-        for i, (steps, values) in reversed(curves):  # the best on top
-            line: Any = _line(i)
-            dashes: Any = (0, tuple(float(one) / 2 for one in line["dashes"].split())) if line["dashes"] else "-"
+        for i, (steps, values) in reversed(shown):
             marker = "o" if len(steps) < 12 else None
+            line: Any = line_of(i)
+            if line is None:
+                axis.plot(steps, values, color=MUTED, alpha=0.35, linewidth=1, marker=marker, markersize=2.5)
+                continue
+            dashes: Any = (0, tuple(float(one) / 2 for one in line["dashes"].split())) if line["dashes"] else "-"
             axis.plot(
                 steps, values, color=COLORS[line["color"]], linestyle=dashes, linewidth=1.6, marker=marker, markersize=4
             )
@@ -102,4 +114,4 @@ def _overlay(
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         if low is not None:
             axis.set_ylim(bottom=low)
-        return as_svg(figure, f"{title} of {len(curves)} runs")
+        return as_svg(figure, f"{title} of {len(shown)} {what}")

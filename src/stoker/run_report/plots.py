@@ -6,7 +6,6 @@ import itertools
 
 import matplotlib
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from stoker.run_report.drawing import (
@@ -20,6 +19,7 @@ from stoker.run_report.drawing import (
     THREE,
     TWO,
     as_svg,
+    name_bars,
     new_figure,
     one_line,
     style_axes,
@@ -112,12 +112,12 @@ def lengths_plot(run: Run) -> Markup | None:
         axis.bar(
             edges[:-1], counts, width=[0.9 * (b - a) for a, b in itertools.pairwise(edges)], align="edge", color=ONE
         )
-        axis.axvline(mean, color=INK, linewidth=1.2)
+        axis.axvline(mean, ymax=0.84, color=INK, linewidth=1.2)  # up to the labels
         axis.axvspan(mean, padded, color=TWO, alpha=0.13, linewidth=0)
         height = max(counts)
-        axis.set_ylim(0, height * 1.3)
-        axis.annotate(f"mean {mean:.0f}", (mean, height * 1.18), xytext=(-5, 0), textcoords="offset points", ha="right")
-        axis.annotate(f"padding to {padded}", (padded, height * 1.18), xytext=(-5, 0), textcoords="offset points",
+        axis.set_ylim(0, height * 1.42)
+        axis.annotate(f"mean {mean:.0f}", (mean, height * 1.1), xytext=(-5, 0), textcoords="offset points", ha="right")
+        axis.annotate(f"padding to {padded}", (padded, height * 1.28), xytext=(-5, 0), textcoords="offset points",
                       ha="right", color=TWO)  # fmt: skip
         style_axes(axis, "Rows by length")
         axis.set_xlabel("tokens", fontsize=10)
@@ -139,7 +139,7 @@ def phases_plot(run: Run) -> Markup | None:
             share = 100 * totals[name] / whole
             axis.barh(row, share, height=0.62, color=color)
             axis.annotate(f"{share:.1f}%", (share, row), xytext=(5, 0), textcoords="offset points", va="center")
-        _name_bars(axis, names, "Where a step's time went")
+        name_bars(axis, names, "Where a step's time went")
         axis.set_xlim(0, 112 * max(totals.values()) / whole)
         summary = ", ".join(f"{name} {100 * totals[name] / whole:.0f}%" for name in names)
         return as_svg(figure, f"Time of a step by phase: {summary}")
@@ -165,20 +165,10 @@ def speed_plot(run: Run) -> Markup | None:
             axis.annotate(
                 f"{middles[name]:.2f} s", (max(values), row), xytext=(7, 0), textcoords="offset points", va="center"
             )
-        _name_bars(axis, list(sides), "Seconds per training step")
+        name_bars(axis, list(sides), "Seconds per training step")
         axis.set_xlim(0, 1.22 * max(max(values) for values in sides.values()))
         summary = ", ".join(f"{name} {middles[name]:.2f} s" for name in sides)
         return as_svg(figure, f"Seconds per step, medians: {summary}")
-
-
-def _name_bars(axis: Axes, names: list[str], title: str) -> None:
-    """Labels horizontal bars, the first on top; their values are annotated, so there is no scale."""
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set_xticks([])
-    axis.grid(False)
-    axis.spines["bottom"].set_visible(False)
-    axis.set_title(title, loc="left", fontsize=11, color=MUTED, pad=8)
 
 
 _RANKS_SHOWN = 16
@@ -198,7 +188,7 @@ def waits_plot(run: Run) -> Markup | None:
             mean = 1000 * sum(one[2 + rank] for one in rows) / len(rows)
             axis.annotate(f"{share:.0f}%, waited {mean:.0f} ms itself", (share, row), xytext=(5, 0),
                           textcoords="offset points", va="center", annotation_clip=False)  # fmt: skip
-        _name_bars(axis, [f"rank {rank}" for rank in shown], "Steps in which others waited for this rank")
+        name_bars(axis, [f"rank {rank}" for rank in shown], "Steps in which others waited for this rank")
         axis.set_xlim(0, 220)
         summary = ", ".join(f"rank {rank} in {last_count[rank]} of {len(rows)} steps" for rank in shown)
         return as_svg(figure, f"Ranks that others waited for: {summary}")

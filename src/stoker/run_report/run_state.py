@@ -7,11 +7,11 @@ from typing import Literal
 
 from stoker.english import duration
 from stoker.process_life import is_alive
-from stoker.run_report.log import Run
+from stoker.run_report.log import PRUNED, Run
 
 __all__ = ["State", "seconds_left", "state_of"]
 
-Name = Literal["waiting", "running", "silent", "finished", "stopped", "killed"]
+Name = Literal["waiting", "running", "silent", "finished", "pruned", "stopped", "killed"]
 
 _PATIENCE = 60.0
 """Seconds without an entry before a run on another machine is called silent; longer if its entries come further apart."""
@@ -32,7 +32,7 @@ class State:
         """The class of its label on a page."""
         if self.name in ("running", "waiting"):
             return "busy"
-        return "good" if self.name == "finished" else "bad"
+        return {"finished": "good", "pruned": "idle"}.get(self.name, "bad")
 
     @property
     def may_continue(self) -> bool:
@@ -45,7 +45,10 @@ def state_of(run: Run, quiet_for: float) -> State:
         return State("waiting", "nothing has been logged yet")
     end = run.others.get("end")
     if end is not None:
-        return State("finished") if run.finished else State("stopped", (end.get("reason") or "")[:200])
+        reason = (end.get("reason") or "")[:200]
+        if reason == PRUNED:
+            return State("pruned", "the search stopped it, because it was worse than other trials")
+        return State("finished") if run.finished else State("stopped", reason)
     last = run.steps[-1]["step"] if run.steps else run.start.get("resumed_at") or 0
     alive = is_alive(run.start.get("process"))
     if alive is False:

@@ -47,9 +47,9 @@ tr:last-child td, tr:last-child th { border-bottom: 0; }
 th { color: var(--muted); width: 34%; }
 td.count { text-align: right; width: 4em; padding-right: 0; }
 .examples { columns: 3 310px; column-gap: 14px; }
-.example { background: var(--card); border: 1px solid var(--line); border-left: 4px solid var(--good); border-radius: 10px;
+.example { background: var(--card); border: 1px solid var(--line); border-left: 4px solid var(--line); border-radius: 10px;
   padding: 14px 18px; font-size: .94rem; margin-bottom: 14px; break-inside: avoid; }
-.example.wrong { border-left-color: var(--bad); }
+.example.right { border-left-color: var(--good); } .example.wrong { border-left-color: var(--bad); }
 .example p { margin: 0 0 8px; } .example .q { font-weight: 620; } .example .text { color: var(--muted); }
 .example .given { margin: 0; } .example .turn { white-space: pre-line; }
 mark { background: var(--mark); color: inherit; border-radius: 4px; padding: 0 3px; }
@@ -70,7 +70,7 @@ footer { margin-top: 56px; color: var(--muted); font-size: .87rem; }
 """
 
 LIVE_CSS = """
-.pill.busy { color: var(--one); }
+.pill.busy { color: var(--one); } .pill.idle { color: var(--muted); }
 .pill.busy::before { content: ""; display: inline-block; width: .55em; height: .55em; border-radius: 50%;
   background: currentColor; margin-right: .5em; animation: beat 1.6s ease-in-out infinite; }
 @keyframes beat { 50% { opacity: .25; } }
