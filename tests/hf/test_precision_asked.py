@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import stoker
 from hf import tiny
@@ -28,16 +29,16 @@ def _cpu_with_fast_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
 def types_of_layers() -> Iterator[set[torch.dtype]]:
     """The types that fused layers return within the block."""
     seen: set[torch.dtype] = set()
-    forward = FusedLayer.forward
 
-    def watched(self: FusedLayer, *args: object, **named: object) -> object:
-        output = forward(self, *args, **named)
-        seen.add((output[0] if isinstance(output, tuple) else output).dtype)
-        return output
+    def watch(module: nn.Module, args: object, output: object) -> None:
+        if isinstance(module, FusedLayer):
+            seen.add((output[0] if isinstance(output, tuple) else output).dtype)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FusedLayer, "forward", watched)
+    hook = register_module_forward_hook(watch)
+    try:
         yield seen
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize(("bf16", "expected"), [(False, torch.float32), (True, torch.bfloat16)])

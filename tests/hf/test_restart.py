@@ -40,6 +40,31 @@ def test_the_same_agent_with_other_ranks_is_a_restart(tmp_path: Path) -> None:
     assert Start.read(tmp_path, {}) == Start()
 
 
+def test_a_job_that_slurm_has_queued_again_is_a_restart(tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "12", "SLURM_CLUSTER_NAME": "rig"}
+    first = Start.read(tmp_path, job)
+    assert not first.again
+    assert (first.facts["job"], "agents" in first.facts) == ("slurm rig 12", False)
+    before = {**start([], [2, 3]), "job": "slurm rig 12"}
+    write(tmp_path, before)
+    again = {**job, "SLURM_RESTART_COUNT": "1"}
+    assert Start.read(tmp_path, again).reason == " by the scheduler"
+    assert not Start.read(tmp_path, job).again, "started twice by hand in one allocation"
+    assert not Start.read(tmp_path, {**again, "SLURM_JOB_ID": "13"}).again, "the log is another job's"
+    write(tmp_path, before, {"kind": "end", "reason": "finished"})
+    assert not Start.read(tmp_path, again).again, "that run was over"
+    write(tmp_path, {**before, "processes": first.facts["processes"]})
+    assert not Start.read(tmp_path, again).again, "a script that trains twice"
+
+
+@pytest.mark.parametrize("agent", [{}, RANK])
+def test_new_pods_of_the_same_job_are_a_restart(tmp_path: Path, agent: dict[str, str]) -> None:
+    write(tmp_path, {**start([1], [2, 3]), "job": "trial-1"})
+    now = Start.read(tmp_path, {**agent, "STOKER_RUN_ID": "trial-1"})
+    assert (now.again, now.times, now.reason) == (True, 0, " by the scheduler")
+    assert not Start.read(tmp_path, {**agent, "STOKER_RUN_ID": "trial-2"}).again
+
+
 def test_the_agent_is_found_among_the_ancestors_of_a_process_started_by_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks and their children have the agent's variables in their environment, the agent has not."""
     import subprocess

@@ -156,7 +156,7 @@ def test_a_checkpoint_that_cannot_be_pushed_gives_a_warning(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(transformers.Trainer, "_push_from_checkpoint", full)
-    monkeypatch.setattr(transformers.Trainer, "init_hf_repo", lambda self, token=None: None)
+    monkeypatch.setattr(transformers.Trainer, "init_hf_repo", lambda self, **named: None)
     trainer = tiny.trainer(tree_path, max_steps=2, save_steps=2, push_to_hub=True)
     with caplog.at_level("WARNING", logger="stoker"):
         trainer.train()

@@ -1,6 +1,7 @@
 """Small values that all ranks agree on before they continue: a signal, the name of a checkpoint, the reason of a refusal.
 
-Every function but the first two is a collective: all ranks must call it. With one process nothing is sent.
+Every function but the first two is a collective: all ranks must call it. With one process nothing is sent, and nothing by a
+process that replaces a lost rank until it has joined the others: it agrees with itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from stoker.distributed.lost_rank import is_joining
 
 __all__ = [
     "barrier",
@@ -34,7 +37,7 @@ def is_first_rank() -> bool:
 
 def largest(number: int) -> int:
     """The largest `number` of all ranks. One small all-reduce, cheap enough for every step."""
-    if not several_ranks():
+    if not several_ranks() or is_joining():
         return number
     tensor = torch.tensor([number])
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -43,7 +46,7 @@ def largest(number: int) -> int:
 
 def from_first_rank(value: Value) -> Value:
     """The `value` of rank 0; it must be picklable."""
-    if not several_ranks():
+    if not several_ranks() or is_joining():
         return value
     values: list[Value] = [value]
     dist.broadcast_object_list(values, 0)
@@ -52,7 +55,7 @@ def from_first_rank(value: Value) -> Value:
 
 def from_all_ranks(value: Value) -> list[Value]:
     """The `value` of each rank, by rank; it must be picklable."""
-    if not several_ranks():
+    if not several_ranks() or is_joining():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -60,12 +63,14 @@ def from_all_ranks(value: Value) -> list[Value]:
 
 
 def barrier() -> None:
-    if several_ranks():
+    if several_ranks() and not is_joining():
         dist.barrier()
 
 
 def once_per_machine(action: Callable[[], None], *, first_of_machine: bool) -> None:
     """Rank 0 performs `action`, then the first rank of every other machine, whose folder may be another; the rest wait."""
+    if is_joining():  # done when the job began, and perhaps wrong now that the others are at work
+        return
     if is_first_rank():
         action()
     barrier()

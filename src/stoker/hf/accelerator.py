@@ -93,6 +93,11 @@ class Accelerator(_Stock):  # type: ignore[misc]
             return
         log.warning("local_sgd is ignored: no optimizer was prepared together with the model")
 
+    def backward(self, loss: torch.Tensor, **named: Any) -> None:
+        super().backward(loss, **named)
+        if self._local_sgd is not None and self._local_sgd.warms_up and self.sync_gradients:
+            self._local_sgd.average_gradients()
+
     def _save_local_sgd(self, models: Any, weights: Any, folder: str) -> None:
         if self.is_main_process and self._local_sgd is not None:  # after an average all ranks have the same state
             torch.save(self._local_sgd.state_dict(), Path(folder) / _LOCAL_SGD_FILE)

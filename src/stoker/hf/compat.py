@@ -24,11 +24,11 @@ from stoker.requires import VERSIONS, release, supported
 __all__ = ["check_version", "install"]
 
 
-def install(*, optimise: bool = True, backend: str | None = None, first: bool = True) -> Layer:
-    """Installs the hooks in this process. `first`: this is rank 0, which prints for all ranks."""
+def install(*, optimise: bool = True, backend: str | None = None, first: bool = True, off: str = "--no-ipex") -> Layer:
+    """Installs the hooks in this process. `first`: this is rank 0, which prints for all ranks; `off`: what switches them off."""
     for package in ("transformers", "accelerate"):
         check_version(package)
-    layer = Layer(optimise, backend, first)
+    layer = Layer(optimise, backend, first, off)
     sys.meta_path.insert(0, layer)
     imports.install(layer.print_once)
     for name in _HOOKS:
@@ -54,11 +54,12 @@ def check_version(package: str, version: str | None = None) -> None:
 class Layer(ImportHook):
     """An import hook that replaces classes as soon as their modules have been imported."""
 
-    def __init__(self, optimise: bool, backend: str | None, first: bool) -> None:
+    def __init__(self, optimise: bool, backend: str | None, first: bool, off: str) -> None:
         super().__init__()
         self.names = _HOOKS
         self.optimise = optimise
         self.backend = backend
+        self.off = off
         self._first = first
         self._printed: set[str] = set()
         self._trained_plainly: bool | None = None
@@ -100,7 +101,7 @@ def _arguments(layer: Layer) -> None:
         def __post_init__(self) -> None:
             if not layer.optimise:
                 if getattr(self, "use_ipex", None):
-                    layer.print_once("use_ipex is ignored because of --no-ipex")
+                    layer.print_once(f"use_ipex is ignored because of {layer.off}")
                 self.use_ipex = False
             super().__post_init__()
 
@@ -119,7 +120,7 @@ def _trainer(layer: Layer) -> None:
         module.Accelerator = accelerator.stock  # type: ignore[attr-defined]  # the Trainer optimises models itself
     _replace(module, type("Trainer", (ours,), {"__doc__": ours.__doc__}))
     if layer.optimise and supported("Trainer: optimisation"):
-        layer.print_once("Trainer: models are optimised before training; --no-ipex leaves them as they are")
+        layer.print_once(f"Trainer: models are optimised before training; {layer.off} leaves them as they are")
 
 
 def _accelerator(layer: Layer) -> None:
@@ -136,7 +137,7 @@ def _accelerator(layer: Layer) -> None:
     if layer.optimise:
 
         def prepare(self: Any, *args: Any, **named: Any) -> Any:
-            layer.print_once("Accelerator: models are optimised in prepare; --no-ipex leaves them as they are")
+            layer.print_once(f"Accelerator: models are optimised in prepare; {layer.off} leaves them as they are")
             return ours.prepare(self, *args, **named)
 
         members["prepare"] = prepare

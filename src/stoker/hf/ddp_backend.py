@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from stoker.distributed.lost_rank import healing_directory
+from stoker.distributed.regroup import HealingGroup
 from stoker.numbers import whole_number
 from stoker.requires import supported
 
@@ -51,7 +53,11 @@ def join(backend: str | None, timeout: timedelta | None = None) -> None:
     from accelerate.utils import get_cpu_distributed_information
 
     given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if backend == "ccl":  # unknown to accelerate, which takes a group that exists
+    if healing_directory() is not None and backend != "mpi" and supported("healing"):
+        this = get_cpu_distributed_information()
+        HealingGroup(backend or "gloo", this.rank, this.world_size, timeout or timedelta(minutes=30))
+        given["backend"] = "gloo"  # accelerate takes the group that exists
+    elif backend == "ccl":  # unknown to accelerate, which takes a group that exists
         this = get_cpu_distributed_information()
         dist.init_process_group(backend, rank=this.rank, world_size=this.world_size, **given)
     elif backend is not None:

@@ -20,6 +20,8 @@ from stoker.kernels.clock import clock_ghz
 from stoker.machine import this_machine
 from stoker.machine.measure import remeasure
 from stoker.machine.rates import Rates, known
+from stoker.model.fused_layer import FusedLayer
+from stoker.model.heads import FirstTokenModel
 from stoker.model.sequences import Positions
 
 __all__ = ["Meter", "Work", "causal_head", "linear_layers", "peak", "products", "training_flops"]
@@ -40,12 +42,15 @@ class Work:
     """Attention, per pair of tokens of one sequence."""
     per_label: float = 0.0
     """Products of a language model's head, which only tokens with a label need."""
+    per_row: float = 0.0
+    """Products that only the first token of a row needs."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Work:
         head = causal_head(model)
         labelled = _masked_head(model) if head is None else [head]
-        linear = [layer for _, layer in linear_layers(model) if layer not in labelled]
+        first = _first_token_layers(model)
+        linear = [layer for _, layer in linear_layers(model) if layer not in labelled and layer not in first]
         config = _config_of(model)
         layers = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", None) or 0
         width = getattr(config, "hidden_size", None) or getattr(config, "dim", None) or 0
@@ -53,7 +58,7 @@ class Work:
             width = size * config.num_attention_heads
         # Scores and weighted sum take 2 x 2 x width per pair forward, twice that backward; a causal model needs half the pairs.
         pair = 12.0 * layers * width * (1.0 if head is None else 0.5)
-        return cls(sum(map(products, linear)), pair, sum(map(products, labelled)))
+        return cls(sum(map(products, linear)), pair, sum(map(products, labelled)), sum(map(products, first)))
 
 
 def products(module: Any) -> float:
@@ -81,6 +86,16 @@ def _masked_head(model: nn.Module) -> list[Any]:
             base: Any = module.base_model
             inside = {*base.modules()} if base is not module else {*module.modules()}
             return [one for one in module.modules() if isinstance(one, nn.Linear) and one not in inside]
+    return []
+
+
+def _first_token_layers(model: nn.Module) -> list[Any]:
+    """The linear layers that compute the first token of each row only."""
+    for module in model.modules():
+        if isinstance(module, FirstTokenModel) and module.stoker_first_token():
+            *_, last = (layer for layer in module.modules() if isinstance(layer, FusedLayer))
+            inside = {one for part in last.stoker_after_attention() for one in part.modules()}
+            return [layer for _, layer in linear_layers(last) if layer in inside]
     return []
 
 
@@ -123,7 +138,7 @@ def _labelled(inputs: Mapping[str, Any]) -> int:
 
 
 def training_flops(work: Work, lengths: torch.Tensor, labelled: int = 0) -> float:
-    linear = work.per_token * float(lengths.sum()) + work.per_label * labelled
+    linear = work.per_token * float(lengths.sum()) + work.per_label * labelled + work.per_row * lengths.numel()
     return linear + work.per_pair * float((lengths.double() ** 2).sum())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import transformers
 
@@ -19,9 +20,9 @@ class PublishingTrainer(transformers.Trainer):  # type: ignore[misc]
 
     hub_model_id: str | None
 
-    def init_hf_repo(self, token: str | None = None) -> None:
+    def init_hf_repo(self, token: str | None = None, **named: Any) -> None:
         try:
-            super().init_hf_repo(token=token)
+            super().init_hf_repo(token=token, **named)
         except Exception as error:  # the hub's library and the network may raise anything
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             raise UserError(

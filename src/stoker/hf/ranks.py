@@ -106,6 +106,12 @@ class Ranks:
             self._arrival.remove()
         self._arrival = self._waiting = None
 
+    def leave_ddp(self) -> None:
+        """The training loop was left after a failure; it will wrap the model again."""
+        self.train_ends()
+        self.compressed = None
+        self._step_seconds = []
+
     # Batches
 
     def balance(self, loader: Any) -> Any:
@@ -146,26 +152,27 @@ class Ranks:
     def backward_ended(self) -> None:
         if self._arrival is not None and self._waiting is not None:
             self._waiting.add(time.perf_counter() - self._arrival.at)
+        if self.local is not None and self.local.warms_up and self.trainer.accelerator.sync_gradients:
+            self.local.average_gradients()
+            self._count_wait()
 
     def step_ends(self, control: Any) -> bool:
         """Whether all ranks hold the same weights now: always with DDP; with local SGD where they have just averaged."""
         if self.local is None:
             agreed = True
         else:
-            self.local.steps += 1
-            agreed = control.should_training_stop or self.local.steps % self.local.every == 0
-            if agreed:
-                self._average()
+            warms_up = self.local.warms_up
+            agreed = self.local.step(last=control.should_training_stop)
+            if agreed and not warms_up:
+                self._count_wait()
             self._defer(control, agreed)
         if self._waiting is not None:
             self._waiting.step()
             self._step_seconds.append(time.perf_counter() - self._began)
         return agreed
 
-    def _average(self) -> None:
-        assert self.local is not None
-        self.local.average()
-        if self._waiting is not None:
+    def _count_wait(self) -> None:
+        if self._waiting is not None and self.local is not None:
             self._waiting.add(self.local.waited)
 
     def _defer(self, control: Any, agreed: bool) -> None:
@@ -180,7 +187,8 @@ class Ranks:
     def epoch_ends(self) -> None:
         """Evaluations and checkpoints at the end of an epoch need weights that are the same on all ranks."""
         if self.local is not None and not self.local.agreed:
-            self._average()
+            self.local.average()
+            self._count_wait()
 
     # Figures
 

@@ -112,11 +112,12 @@ class StepCost:
 
     def with_forward(self, count: float = 1.0) -> StepCost:
         """The cost with more forward passes, as for activations that are computed again or a reference model."""
-        work = Work(
-            self.work.per_token + 2.0 * count * self.weights,
-            self.work.per_pair
-            * (1.0 + count / 3.0),  # the backward pass of attention takes twice as much as the forward
-            self.work.per_label + 2.0 * count * self.head,
+        work = dataclasses.replace(
+            self.work,
+            per_token=self.work.per_token + 2.0 * count * self.weights,
+            # the backward pass of attention takes twice as much as the forward
+            per_pair=self.work.per_pair * (1.0 + count / 3.0),
+            per_label=self.work.per_label + 2.0 * count * self.head,
         )
         return dataclasses.replace(self, work=work)
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from stoker.distributed.lost_rank import is_joining
 from stoker.errors import UserError
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.batches import EpochBatches, Position
 from stoker.hf.checkpointing import lock
-from stoker.hf.checkpointing.checkpointing_trainer import CheckpointingTrainer
 from stoker.hf.checkpointing.interrupts import Interrupted
 from stoker.hf.checkpointing.restart import Start
+from stoker.hf.healing.healing import Healing
+from stoker.hf.healing.healing_trainer import HealingTrainer
 from stoker.hf.label_smoother import counts_items, labels_follow_for, smoother_for
 from stoker.hf.meter import Meter
 from stoker.hf.non_finite import NonFiniteLoss, require_finite_loss, require_finite_weights
@@ -36,6 +38,7 @@ from stoker.hf.seeded_batches import BatchSeeds
 from stoker.hf.trainer_events import TrainerEvents
 from stoker.model.sequences import counting
 from stoker.requires import drop_unsupported, require, supported
+from stoker.run_report.log import PRUNED
 
 __all__ = ["NonFiniteLoss", "Trainer"]
 
@@ -43,11 +46,13 @@ log = logging.getLogger("stoker")
 
 
 @functools.partial(drop_unsupported, keep={"train"})
-class Trainer(CheckpointingTrainer):
+class Trainer(HealingTrainer):
     """Use it wherever transformers.Trainer was used."""
 
     padded_length: int | None = None
     """The length to which stock would pad, for the figure of padding avoided; None: the longest row of the batch."""
+    report_position: Callable[[int], int] | None = None
+    """Where a trial of a hyperparameter search reports the score after a step; None: at that step."""
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **named: Any) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
@@ -60,6 +65,7 @@ class Trainer(CheckpointingTrainer):
         self._position = Position()
         self.recorder = Recorder(self)
         self.ranks = Ranks(self)
+        self.healing = Healing(self)
         self.label_smoother: Any = smoother_for(self.label_smoother)
         if self.model is not None and averages_own_loss(self.model) and not counts_items(self.label_smoother):
             self.model_accepts_loss_kwargs = False
@@ -96,6 +102,8 @@ class Trainer(CheckpointingTrainer):
         return torch.bfloat16 if self.args.bf16 or launch == "bf16" else None
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        if self.healing.keeps_optimizer:
+            return self.optimizer
         super().create_optimizer(*([] if model is None else [model]))
         self.optimizer = self._optimize(self.optimizer)
         return self.optimizer
@@ -106,6 +114,7 @@ class Trainer(CheckpointingTrainer):
         wrapped = super()._wrap_model(model, training=training)
         if training:
             self.ranks.before_wrapping()
+            self.healing.before_wrapping()
         return wrapped
 
     # Batches
@@ -201,6 +210,9 @@ class Trainer(CheckpointingTrainer):
             logs.update(self.ranks.figures())
         super().log(logs, *args, **named)
 
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        super()._report_to_hp_search(trial, self.report_position(step) if self.report_position else step, metrics)
+
     # The run
 
     def train(
@@ -223,11 +235,13 @@ class Trainer(CheckpointingTrainer):
             if self.model is not None:
                 self._meter = Meter.of(self.model, bf16=self._precision() == torch.bfloat16)
                 self._meter.padded_length = self.padded_length
-            self.recorder.begin(checkpoint, start.facts)
+            if not is_joining():  # else when it is known which step the others are at
+                self.recorder.begin(checkpoint, start.facts)
             # Last, so that it sees what the others have requested, and they have begun before it evaluates.
             self.callback_handler.callbacks.sort(key=lambda callback: callback is self._events)
             with self._recorded():
-                with self._interrupts:
+                # A trial is not resumed from a checkpoint: the search repeats it.
+                with self._interrupts if trial is None else contextlib.nullcontext():
                     output = super().train(
                         str(checkpoint) if checkpoint else None, trial, ignore_keys_for_eval, **named
                     )
@@ -241,11 +255,13 @@ class Trainer(CheckpointingTrainer):
         try:
             yield
             self.recorder.end("finished")
-        except Interrupted:
+        except (Interrupted, KeyboardInterrupt):
             self.recorder.end("interrupted")
             raise
         except BaseException as error:
-            self.recorder.end(f"{type(error).__name__}: {error}")
+            # Optuna, whose exception it is, need not be installed.
+            pruned = type(error).__name__ == "TrialPruned"
+            self.recorder.end(PRUNED if pruned else f"{type(error).__name__}: {error}")
             raise
         finally:
             self.ranks.train_ends()

@@ -31,11 +31,14 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc]
         seeds = BatchSeeds(args.seed if args.data_seed is None else args.data_seed, args.process_index)
         trainer._batch_seeds = seed_batches(train_dataloader, seeds)
         trainer.ranks.train_begins()
-        trainer.recorder.train_begins()
+        if not trainer.healing.keeps_optimizer:
+            trainer.recorder.train_begins()
         if trainer._meter is not None:
             trainer._meter.take()  # loading and preparing is not training
         trainer.control = control
-        trainer._pending_evaluation.make_up()
+        pending = trainer._pending_evaluation
+        if not trainer.healing.train_begins(resumed=pending.resumes):
+            pending.make_up()
         return trainer.control
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -47,22 +50,27 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self.trainer.ranks.epoch_ends()
+        self.trainer.healing.epoch_ended()
         if self.trainer._pending_evaluation.nothing_left and state.epoch == int(state.epoch):
             # No step was taken: the epoch before this one has been evaluated and saved.
             control.should_evaluate = control.should_save = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self.trainer._position.micro_batch = 0
+        self.trainer.healing.step_begins()
         self.trainer.ranks.step_begins()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.trainer.healing.before_optimizer_step()
         self._optimizer_began = time.perf_counter()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.trainer.healing.after_optimizer_step()
         if self.trainer._meter is not None:
             self.trainer._meter.phases["optimizer"] += time.perf_counter() - self._optimizer_began
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.trainer.healing.step_ended()
         if not self.trainer.ranks.step_ends(control):
             return
         self.trainer._pending_evaluation.step_ended(self.trainer.args, state, control)

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from stoker import streams
+from stoker.distributed.lost_rank import is_joining
 from stoker.errors import UserError
 from stoker.hf.checkpointing import command
-from stoker.launch.placement import binding
-from stoker.launch.rank import allocators, exchange, handover, hints, output, own_address
+from stoker.launch.placement import binding, slurm_cores
+from stoker.launch.rank import allocators, exchange, handover, hints, keeper, output, own_address
 from stoker.launch.rank.environment import Rank, discover
 from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
@@ -103,30 +104,60 @@ def main(arguments: list[str]) -> NoReturn:
             raise UserError(
                 "this rank was started without the variables of its launcher; `stoker launch --dry-run` shows them"
             )
-        process.screen, layer = _prepare(settings, process.rank)
+        launcher, warm = os.getppid(), None
+        if (rank := process.rank) is not None and settings.heal and settings.report:
+            die_with_parent()
+            warm = keeper.keep(rank.rank, Path(settings.report), lambda: _prepare_in_advance(settings, rank))
+        process.screen, layer = _prepare(settings, process.rank, launcher, warm)
     except UserError as error:
         process.refuse(str(error))
     _run(process, script, rest, layer)
 
 
-def _prepare(settings: Settings, rank: Rank | None) -> tuple[int, Layer | None]:
+@dataclass(frozen=True)
+class _Prepared:
+    """A process in which `_take_place` and `_set_up` were done before it was forked."""
+
+    layer: Layer | None
+
+
+def _prepare(settings: Settings, rank: Rank | None, launcher: int, warm: _Prepared | None) -> tuple[int, Layer | None]:
     """Everything before the script; returns the descriptor that leads to the screen, and the compatibility layer."""
+    if warm is None:
+        _take_place(settings, rank)
+    elif rank is not None and rank.size > 1:
+        die_with_parent()  # not inherited
+    screen = _attach_output(settings, rank, launcher)
+    return screen, _set_up(settings, rank) if warm is None else warm.layer
+
+
+def _prepare_in_advance(settings: Settings, rank: Rank) -> _Prepared:
+    """All of it but the output, for a process from which others are forked."""
+    _take_place(settings, rank)
+    return _Prepared(_set_up(settings, rank))
+
+
+def _take_place(settings: Settings, rank: Rank | None) -> None:
+    """Makes this process one of the ranks of its launcher."""
     if rank is not None and rank.size > 1:
         die_with_parent()
     _set_rank_variables(settings, rank)
     if rank is not None and rank.rank > 0:
         _leave_input_to_rank_0()
-    screen = _attach_output(settings, rank)
+
+
+def _set_up(settings: Settings, rank: Rank | None) -> Layer | None:
+    """Cores, variables and import hooks of this process."""
     _bind(settings, rank)
     os.environ.update(settings.variables())
     if rank is not None and rank.size == rank.local_size and rank.size > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: gloo listens nowhere else
     if not settings.compat:
-        return screen, None
+        return None
     from stoker.hf.compat import install
 
     first = rank is None or rank.rank == 0
-    return screen, install(optimise=settings.ipex is not False, backend=settings.backend, first=first)
+    return install(optimise=settings.ipex is not False, backend=settings.backend, first=first)
 
 
 def _leave_input_to_rank_0() -> None:
@@ -164,7 +195,7 @@ def _set_rank_variables(settings: Settings, rank: Rank | None) -> None:
     )
 
 
-def _attach_output(settings: Settings, rank: Rank | None) -> int:
+def _attach_output(settings: Settings, rank: Rank | None, launcher: int) -> int:
     number = rank.rank if rank else 0
     several = rank is not None and rank.size > 1
     log = Path(settings.log_dir) / f"rank_{number}.log" if settings.log_dir else None
@@ -178,6 +209,7 @@ def _attach_output(settings: Settings, rank: Rank | None) -> int:
             progress=number == 0,
             fresh=_is_first_round(report),
             busy=report / f"forwarding.{number}" if report else None,
+            launcher=launcher,
         )
     except OSError as error:
         if log is None or error.filename is None:
@@ -187,7 +219,7 @@ def _attach_output(settings: Settings, rank: Rank | None) -> int:
 
 def _is_first_round(report: Path | None) -> bool:
     """Whether these are the first ranks of the launch. The agent's own count omits rounds in which machines joined or left."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    if is_joining() or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return False
     try:
         return report is None or (report / "round").read_text() == "1"
@@ -197,11 +229,12 @@ def _is_first_round(report: Path | None) -> bool:
 
 def _bind(settings: Settings, rank: Rank | None) -> None:
     local_rank, local_size = (rank.local_rank, rank.local_size) if rank else (0, 1)
-    if rank is not None and rank.launcher == "Slurm":
-        local_rank, local_size = 0, 1  # Slurm gives each task its own mask
-    elif settings.bind == "auto" and rank is not None and rank.launcher != "torchrun":
+    if settings.bind == "auto" and rank is not None and rank.launcher not in ("torchrun", "Slurm"):
         _widen_to_parent()
-    placement, note = binding.choose(settings, Machine.read(), local_rank, local_size, os.environ)
+    machine = Machine.read()
+    if rank is not None and rank.launcher == "Slurm":
+        settings, local_rank, local_size = slurm_cores.task_share(settings, rank, machine, os.environ)
+    placement, note = binding.choose(settings, machine, local_rank, local_size, os.environ)
     if placement is None:
         return
     os.environ.update(binding.thread_variables(placement))

@@ -12,6 +12,7 @@ from stoker.errors import UserError
 from stoker.hf.checkpointing import command as resume_command
 from stoker.hf.secrets import is_secret, without_secrets
 from stoker.launch.config.config_file import Config, find, with_config
+from stoker.launch.config.torchrun_variables import with_torchrun_variables
 from stoker.launch.launch_plan import Launcher, Plan, show
 from stoker.launch.launchers.local import Single, become
 from stoker.launch.launchers.mpirun import MpirunLauncher
@@ -27,16 +28,22 @@ __all__ = ["LAUNCHERS", "make_plan", "start", "with_launch_command"]
 
 LAUNCHERS: tuple[Launcher, ...] = (Slurm(), MpirunLauncher(), Torchrun(), Single())
 """In this order: the first that accepts the options is used."""
+_NO_HEALING = (
+    "--heal is ignored because {}; it needs several ranks under torchrun's agent, which `stoker launch -n 2` starts"
+)
 
 
 def start(options: Options) -> int:
     """Runs the script with these options; does not return if this process is replaced by the script's."""
     config, path = find(options.config_file)
-    notes, requested = _notes(options, config, path), options.num_processes
+    requested = options.num_processes
+    rank = None if options.emit else discover(os.environ)
+    if not options.emit and rank is None:
+        options = with_torchrun_variables(options, os.environ)
+    notes = _notes(options, config, path)
     options = with_config(options, config)
     if options.emit:
         return _emit(options)
-    rank = discover(os.environ)
     if rank is None or rank.rank == 0:
         _print_notes(notes)
     if not options.module and not os.path.isfile(options.script):
@@ -70,7 +77,16 @@ def make_plan(options: Options, machine: Machine, environment: Mapping[str, str]
             "`stoker launch --launcher torchrun --nnodes ...` on each, or give one number"
         )
     settings = Settings.from_options(options)
-    return launcher, launcher.plan(options, settings, machine, {**environment, **dict(options.genv)})
+    notes = []
+    if options.heal and launcher.name != "torchrun":
+        settings = replace(settings, heal=False)
+        notes.append(
+            _NO_HEALING.format(
+                "there is one process" if launcher.name == "single" else f"{launcher.name} starts the ranks"
+            )
+        )
+    plan = launcher.plan(options, settings, machine, {**environment, **dict(options.genv)})
+    return launcher, replace(plan, notes=(*plan.notes, *notes))
 
 
 def with_launch_command(
@@ -119,6 +135,8 @@ def _run_as_rank(options: Options, rank: Rank, requested: int | None) -> int:
         if rank.rank == 0:
             print(f"launcher: {rank.launcher}, already running; {rank.size} processes, this is rank {rank.rank}")
         return 0
-    settings = replace(Settings.from_options(options), is_one_of_several=True)
+    if options.heal and rank.rank == 0:
+        _print_notes([_NO_HEALING.format(f"{rank.launcher} has started the ranks")])
+    settings = replace(Settings.from_options(options), is_one_of_several=True, heal=False)
     settings = with_launch_command(settings, options, outer=rank.launcher)
     return become(*handover.rank_command(settings, options.script, options.arguments))

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from stoker.distributed.agreement import barrier, once_per_machine
+from stoker.distributed.lost_rank import is_joining
 from stoker.errors import UserError, first_line
 from stoker.hf.checkpointing import choice, command, folders, random_state, run_facts
 from stoker.hf.checkpointing.interrupts import Interrupted, Interrupts
@@ -58,6 +59,8 @@ class CheckpointingTrainer(PublishingTrainer):
 
         With --overwrite_output_dir and no requested checkpoint, the old checkpoints are deleted. A collective.
         """
+        if is_joining():
+            return None
         folder, requested = Path(self.args.output_dir), self.args.resume_from_checkpoint
         if requested and str(requested).lower() not in {"true", "1", "yes"}:
             return Path(requested)
@@ -72,6 +75,8 @@ class CheckpointingTrainer(PublishingTrainer):
         folder = Path(self.args.output_dir)
         self._once_per_machine(lambda: folders.tidy(folder))
         self._data_facts = run_facts.data_facts(self.train_dataset)
+        if is_joining():  # it continues from the memory of another rank
+            return None
         checkpoint = self._after_restart(folder, start) if start.again else None
         if checkpoint is None and requested:
             checkpoint = self._newest_checkpoint(folder) if requested is True else choice.named(Path(requested))

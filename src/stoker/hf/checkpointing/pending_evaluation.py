@@ -37,6 +37,11 @@ class PendingEvaluation:
         self.due = self.nothing_left = False
         self._checkpoint, self.trial, self._ignored_keys = checkpoint, trial, ignored_keys
 
+    @property
+    def resumes(self) -> bool:
+        """Whether training starts from a checkpoint."""
+        return self._checkpoint is not None
+
     def step_ended(self, args: Any, state: Any, control: Any) -> None:
         # With one evaluation per epoch, transformers asks for it only after the last step of the epoch has ended.
         by_epoch = args.eval_strategy == "epoch" and args.eval_delay <= state.epoch and state.epoch == int(state.epoch)
@@ -54,9 +59,16 @@ class PendingEvaluation:
                 str(self._checkpoint)
             )  # transformers does so later; the checkpoint is rewritten now
             trainer.control.should_evaluate = trainer.control.should_save = True
-            trainer._maybe_log_save_evaluate(
-                torch.tensor(0.0), None, trainer.model_wrapped, self.trial, trainer.state.epoch, self._ignored_keys, 0.0
-            )
+            self.log_evaluate_and_save()
         # transformers would train one more step before it checks either of these.
         self.nothing_left &= trainer.control.should_training_stop  # by early stopping
         self.nothing_left |= trainer.state.global_step >= trainer.state.max_steps
+
+    def log_evaluate_and_save(self, learning_rate: float | None = None) -> None:
+        """What the callbacks have asked for after the last step, which had this `learning_rate`. A collective."""
+        trainer = self._trainer
+        loss = getattr(trainer, "_tr_loss", torch.tensor(0.0))  # before version 5 the loop keeps it to itself
+        trainer._maybe_log_save_evaluate(
+            loss, None, trainer.model_wrapped, self.trial, trainer.state.epoch, self._ignored_keys, 0.0,
+            learning_rate=learning_rate,
+        )  # fmt: skip

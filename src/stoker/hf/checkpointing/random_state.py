@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["RandomState", "current", "numpy_generator", "preserved", "use_numpy_generator"]
+__all__ = ["RandomState", "current", "numpy_generator", "preserved", "use", "use_numpy_generator"]
 
 RandomState = tuple[Any, Any, torch.Tensor]
 
@@ -28,13 +28,14 @@ def preserved(during: RandomState | None = None) -> Iterator[None]:
     before = current()
     try:
         if during is not None:
-            _set(during)
+            use(during)
         yield
     finally:
-        _set(before)
+        use(before)
 
 
-def _set(state: RandomState) -> None:
+def use(state: RandomState) -> None:
+    """Sets the generators to a state that `current` has returned."""
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.random.set_rng_state(state[2])

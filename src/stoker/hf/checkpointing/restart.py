@@ -1,5 +1,5 @@
-"""After torchrun's agent has restarted the ranks: which checkpoint they continue from, although the user named none, and how
-a different number of ranks keeps the global batch size.
+"""After torchrun's agent, Slurm or Kubernetes has restarted the ranks: which checkpoint they continue from, although the user
+named none, and how a different number of ranks keeps the global batch size.
 
 Only a checkpoint of the interrupted run counts. The folder may hold older ones, which that run ignored.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.distributed.agreement import from_all_ranks, from_first_rank
+from stoker.distributed.lost_rank import is_joining
 from stoker.hf.checkpointing import choice
 from stoker.process_life import parent_and_start
 from stoker.run_report.log import NAME, read_entries
@@ -35,31 +36,46 @@ class Start:
     """Restarts after a failure, as counted by the agent that counted most; machines that join or leave do not count."""
     agents: tuple[int, ...] = ()
     processes: tuple[int, ...] = ()
+    job: str = ""
+    """The scheduler's name for the job, the same each time it starts it; empty without a scheduler."""
+    by_scheduler: bool = False
 
     @classmethod
     def read(cls, folder: Path, environment: Mapping[str, str] = os.environ) -> Start:
-        """Whether an agent has restarted these ranks for the run in `folder`. A collective under torchrun.
+        """Whether an agent or a scheduler has restarted these ranks for the run in `folder`. A collective under both.
 
         An agent that joined later has not counted earlier restarts, and no agent counts machines that joined or left. So the
-        run log names its agents and ranks: the same agent with other ranks means a restart.
+        run log names its agents and ranks: the same agent with other ranks means a restart. A scheduler starts new agents, or
+        ranks without any, so the log also names its job.
         """
-        if _RANK_VARIABLE not in environment:
+        has_agent, job = _RANK_VARIABLE in environment, _job(environment)
+        if not has_agent and not job:
             return cls()
+        if is_joining():
+            return cls(again=True)
         count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         pid = os.getpid()
-        rows = from_all_ranks((int(count) if count.isdigit() else 0, _identity(_agent(pid)), _identity(pid)))
-        times, agents, processes = max(row[0] for row in rows), {row[1] for row in rows}, {row[2] for row in rows}
+        agent = _identity(_agent(pid)) if has_agent else 0
+        rows = from_all_ranks((int(count) if count.isdigit() else 0, agent, _identity(pid)))
+        times, agents, processes = max(row[0] for row in rows), {row[1] for row in rows} - {0}, {row[2] for row in rows}
         # Rank 0 decides, because it is about to write to that log.
-        again = from_first_rank(times > 0 or _is_the_same_run(folder / NAME, agents, processes))
-        return cls(again, times, tuple(sorted(agents)), tuple(sorted(processes)))
+        by_agent = from_first_rank(times > 0 or _is_the_same_run(folder / NAME, agents, processes))
+        by_scheduler = from_first_rank(
+            _may_start_again(environment) and _is_the_same_job(folder / NAME, job, processes)
+        )
+        again = by_agent or by_scheduler
+        return cls(again, times, tuple(sorted(agents)), tuple(sorted(processes)), job, not by_agent and by_scheduler)
 
     @property
     def facts(self) -> dict[str, Any]:
         """For the run log."""
-        return {"agents": list(self.agents), "processes": list(self.processes)} if self.agents else {}
+        found = {"agents": list(self.agents), "processes": list(self.processes), "job": self.job}
+        return {name: value for name, value in found.items() if value}
 
     @property
     def reason(self) -> str:
+        if self.by_scheduler:
+            return " by the scheduler"
         return f" ({self.times}) after a failure" if self.times else " because machines joined or left"
 
 
@@ -87,11 +103,31 @@ def accumulation_for_same_batch(before: Mapping[str, Any], batch: int, processes
 
 
 def _is_the_same_run(log: Path, agents: set[int], processes: set[int]) -> bool:
+    return any(agents & set(start.get("agents") or ()) for start in _unfinished(log, processes))
+
+
+def _is_the_same_job(log: Path, job: str, processes: set[int]) -> bool:
+    return bool(job) and any(start.get("job") == job for start in _unfinished(log, processes))
+
+
+def _unfinished(log: Path, processes: set[int]) -> list[dict[str, Any]]:
+    """The starts of the run in the log; none if it is complete, or if these very processes have begun it."""
     starts = _starts(log)
-    if not starts or starts[-1].get("finished"):
-        return False
-    before = {name: {one for start in starts for one in start.get(name) or ()} for name in ("agents", "processes")}
-    return bool(before["agents"] & agents) and not before["processes"] & processes
+    is_own = any(processes & set(start.get("processes") or ()) for start in starts)
+    return [] if is_own or (starts and starts[-1].get("finished")) else starts
+
+
+def _job(environment: Mapping[str, str]) -> str:
+    """STOKER_RUN_ID, which the manifests of `stoker launch --emit` set, or the job of Slurm."""
+    if given := environment.get("STOKER_RUN_ID"):
+        return given
+    number = environment.get("SLURM_JOB_ID")
+    return f"slurm {environment.get('SLURM_CLUSTER_NAME', '')} {number}" if number else ""
+
+
+def _may_start_again(environment: Mapping[str, str]) -> bool:
+    """A person may start several runs by hand in one allocation of Slurm; only what Slurm has queued again continues."""
+    return bool(environment.get("STOKER_RUN_ID")) or environment.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def _starts(log: Path) -> list[dict[str, Any]]:

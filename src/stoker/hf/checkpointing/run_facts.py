@@ -44,6 +44,7 @@ _RUN_ARGUMENTS = {
     "local SGD": "local_sgd",
     "outer learning rate": "local_sgd_outer_lr",
     "outer momentum": "local_sgd_outer_momentum",
+    "steps before local SGD": "local_sgd_warmup_steps",
 }
 
 

@@ -1,0 +1,121 @@
+"""The default process group of a job that heals: it can be left after a rank was lost, and formed again with the process that
+takes its place.
+
+The ranks meet in the store of torchrun's agent, which outlives all of them. A process that replaces a lost rank begins in a
+group of torch's backend "fake", whose collectives return at once: the script may call barriers before training, in which the
+others took part long ago.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from stoker.distributed.lost_rank import is_joining
+from stoker.distributed.roster import Roster, RosterStore
+from stoker.requires import require
+
+__all__ = ["HealingGroup", "NotFormed", "is_lost_connection"]
+
+_FORMING = timedelta(seconds=60)
+"""How long a process waits for another one while a group is formed. One that is killed in that moment is noticed then."""
+
+
+class NotFormed(Exception):
+    """A process of the roster was lost before the group was formed."""
+
+
+class HealingGroup:
+    """The default group of this process, and the store through which it is formed again."""
+
+    current: HealingGroup | None = None
+    """torch.distributed has one default group per process as well."""
+
+    def __init__(self, backend: str, rank: int, size: int, timeout: timedelta) -> None:
+        require("healing")
+        self.rank, self.size = rank, size
+        self._backend, self._timeout = backend, timeout
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        client = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_FORMING)
+        self._store = dist.PrefixStore("stoker/heal", client)
+        self.roster_store = RosterStore(self._store, rank, size)
+        self._sockets: dict[int, str] = {}
+        HealingGroup.current = self
+        if is_joining():
+            import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
+
+            dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
+        else:
+            # The others may take minutes to come here, but the store waits as long as the first group always does.
+            client.set_timeout(timeout)
+            self._form(0)
+            client.set_timeout(_FORMING)
+
+    def leave(self) -> None:
+        """Leaves the group after an operation has failed, so that the operations of other ranks in it fail, too."""
+        # gloo has no abort: a rank that does not exchange data with the lost one would wait until its timeout.
+        _shut_down(self._sockets)
+        if not dist.is_initialized():
+            return
+        world: Any = dist.group.WORLD
+        if not is_joining():
+            world.abort()
+        dist.destroy_process_group()
+
+    def form(self, roster: Roster, check: Callable[[], None]) -> None:
+        """Forms the group of a roster. Raises NotFormed if one of its processes has been replaced meanwhile."""
+        store = dist.PrefixStore(f"here/{roster.number}", self._store)
+        store.set(str(self.rank), "")
+        keys, deadline = [str(rank) for rank in range(self.size)], time.monotonic() + _FORMING.total_seconds()
+        while not store.check(keys):
+            check()
+            if time.monotonic() > deadline or not self.roster_store.is_current(roster):
+                raise NotFormed
+            time.sleep(0.02)
+        self._form(roster.number)
+
+    def _form(self, number: int) -> None:
+        before = _open_sockets()
+        store = dist.PrefixStore(f"group/{number}", self._store)
+        dist.init_process_group(self._backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout)
+        self._sockets = {fd: name for fd, name in _open_sockets().items() if before.get(fd) != name}
+
+
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Whether an error comes from an operation with another rank, which may have been lost."""
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and ("gloo" in str(error) or str(error).startswith("ccl:")):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _open_sockets() -> dict[int, str]:
+    """The sockets of this process: descriptors, and names that no other socket ever has."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{entry}")
+            if name.startswith("socket:"):
+                found[int(entry)] = name
+    return found
+
+
+def _shut_down(sockets: dict[int, str]) -> None:
+    """Ends the connections among `sockets` without closing them: their owner finds out as if the other side had ended them."""
+    now = _open_sockets()
+    for descriptor, name in sockets.items():
+        if now.get(descriptor) != name:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            one.getpeername()  # raises for a socket that listens, whose owner would abort the process
+            one.shutdown(socket.SHUT_RDWR)
