@@ -27,6 +27,7 @@ from stoker.launch.options import RankOptions
             {"local_sgd": 8, "local_sgd_outer_momentum": 1.0},
             "local_sgd_outer_momentum is 1.0; it must be from 0 to below 1",
         ),
+        ({"local_sgd": 8, "local_sgd_warmup_steps": -1}, "local_sgd_warmup_steps is -1; it must be a number of steps"),
         ({"local_sgd": 8, "local_sgd_outer_momentum": -0.1}, "local_sgd_outer_momentum is -0.1"),
     ],
 )

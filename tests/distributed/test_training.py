@@ -103,6 +103,33 @@ def test_local_sgd_every_step_equals_ddp_with_sgd(
     assert np.abs(results[0]["weights"] - expected).max() < 2e-6
 
 
+def test_local_sgd_trains_as_ddp_in_its_first_steps(jobs: Callable[[str, int], Ranks], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"rows": 64, "max_steps": 6, "gradient_accumulation_steps": 2}
+    expected = run(jobs("ccl", 2), tmp_path, **settings)[0]["weights"]
+    warm = run(jobs("ccl", 2), tmp_path, local_sgd=4, local_sgd_warmup_steps=6, **settings)
+    assert warm[0]["wrapped"] == "BertForSequenceClassification"
+    assert np.array_equal(warm[0]["weights"], warm[1]["weights"])
+    assert np.abs(warm[0]["weights"] - expected).max() < 2e-6
+    without = run(jobs("ccl", 2), tmp_path, local_sgd=4, **settings)[0]["weights"]
+    partly = run(jobs("ccl", 2), tmp_path, local_sgd=4, local_sgd_warmup_steps=4, **settings)[0]["weights"]
+    assert 2e-6 < np.abs(partly - expected).max() < np.abs(without - expected).max()
+
+
+def test_local_sgd_resumes_exactly_from_its_first_steps_and_from_later_ones(
+    jobs: Callable[[str, int], Ranks], tmp_path: Path
+) -> None:
+    job = jobs("ccl", 2)
+    settings: dict[str, Any] = {"local_sgd": 3, "local_sgd_outer_lr": 1.4, "local_sgd_warmup_steps": 4}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 12}
+    whole = run(job, tmp_path / "whole", **settings)
+    kept = {path.name for path in (tmp_path / "whole").glob("checkpoint-*")}
+    # The ranks agree in steps 1 to 4, in every third step after them, at the end of an epoch of 8 steps, and at the end.
+    assert {"checkpoint-2", "checkpoint-4", "checkpoint-7", "checkpoint-10", "checkpoint-12"} <= kept
+    for step in (2, 7):
+        resumed = run(job, tmp_path / f"from{step}", resume=str(tmp_path / "whole" / f"checkpoint-{step}"), **settings)
+        assert np.array_equal(resumed[0]["weights"], whole[0]["weights"])
+
+
 def test_local_sgd_ends_with_the_same_weights_on_all_ranks_and_resumes_exactly(
     jobs: Callable[[str, int], Ranks], tmp_path: Path
 ) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +16,9 @@ from stoker.cli import main
 from stoker.cli.plan import node_counts
 from stoker.errors import UserError
 from stoker.plan import link_rates
-from stoker.plan.advice import Job, plan, table
-from stoker.plan.cost_model import Collectives, Network, Node, Setup, predict
+from stoker.plan.advice import Job, accumulation, plan, table
+from stoker.plan.cost_model import PARTS, Collectives, Network, Node, Setup, predict
+from stoker.plan.gradient_times import GradientTimes
 from stoker.plan.subject import Subject
 
 FAST = Collectives(rate=2e9, rate_bf16=2e9, cpu=0.4e-9, cpu_bf16=0.4e-9, apply=0.5e-9)
@@ -41,15 +44,62 @@ def test_a_local_sgd_step_is_the_nodes_step_and_a_share_of_one_exchange() -> Non
     assert found.step == pytest.approx(2.0 + (exchange + apply) / 8, rel=1e-6)
 
 
-def test_waiting_overlaps_with_the_backward_pass_except_for_what_is_ready_last() -> None:
+def test_waiting_overlaps_with_the_backward_pass_except_for_what_is_complete_last() -> None:
     network = Network.parse("10gbit", latency=0.0)
     traffic = 109e6 * 4
     busy = traffic * 0.4e-9 / 16
     carry = traffic / (0.94e10 / 8)
-    assert carry - busy < 0.6 * NODE.step  # all of it would fit
-    found = predict(NODE, network, 2, Setup())
-    last = max(0.2, 100e6 / traffic)
-    assert found.step == pytest.approx(2.0 + busy + last * (carry - busy))
+    # A quarter of the gradients is complete after each quarter of the backward pass: only the last is not hidden.
+    node = replace(NODE, ready=(0.25, 0.5, 0.75, 1.0))
+    assert carry / 4 < 0.6 * NODE.step / 4
+    assert predict(node, network, 2, Setup()).step == pytest.approx(2.0 + busy + carry / 4)
+    # Nothing is complete before the end: nothing is hidden.
+    node = replace(NODE, ready=(0.0, 0.0, 0.0, 1.0))
+    assert predict(node, network, 2, Setup()).step == pytest.approx(2.0 + busy + carry)
+    # Where the network is the limit, the exchange goes on from the first full bucket to its end.
+    network = Network.parse("1gbit", latency=0.0)
+    node = replace(NODE, ready=(0.25, 0.5, 0.75, 1.0))
+    backward = 0.6 * NODE.step + busy
+    assert predict(node, network, 2, Setup()).step == pytest.approx(2.0 + busy + 10 * carry - 0.75 * backward)
+
+
+def test_large_buckets_begin_later_and_small_ones_leave_less_for_the_end() -> None:
+    node = replace(NODE, ready=tuple((part + 1) / 40 for part in range(40)))
+    network = Network.parse("2gbit", latency=0.0)
+    steps = [predict(node, network, 2, Setup(bucket_mb=size)).step for size in (25, 100, 1000)]
+    assert steps == sorted(steps)
+    assert steps[0] < steps[2]
+
+
+def test_rounding_gradients_to_bf16_takes_time_of_the_cores() -> None:
+    network = Network.parse("10gbit", latency=0.0)
+    slow = replace(NODE, collectives=replace(FAST, cast=0.5e-9))
+    extra = (
+        predict(slow, network, 2, Setup(compression="bf16")).step
+        - predict(NODE, network, 2, Setup(compression="bf16")).step
+    )
+    assert 0 < extra <= 109e6 * 4 * 0.5e-9 / 16 * 2 + 1e-9
+    assert predict(slow, network, 2, Setup()).step == predict(NODE, network, 2, Setup()).step
+
+
+def test_a_part_of_a_core_cannot_carry_more_than_it_has_time_for() -> None:
+    network = Network.parse("100gbit", latency=0.0)
+    whole, part = (predict(replace(NODE, cores=cores), network, 2, Setup()).step for cores in (1, 0.25))
+    assert whole < part
+
+
+def test_the_times_of_gradients_are_those_of_the_backward_pass() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)), torch.nn.Embedding(2, 8))
+    times = GradientTimes(model)
+    loss = model[3](model[2](model[1](model[0](torch.ones(2, 8))))).sum()
+    times.begin()
+    loss.backward()
+    times.end()
+    assert times.total == 4 * 64 + 16
+    assert len(times.ready) == PARTS
+    assert list(times.ready) == sorted(times.ready)
+    assert times.ready[-1] == pytest.approx(1.0)
+    assert max(times.ready[:-1]) <= 256 / 272 + 1e-9  # the embedding has no gradient: sent at the end
 
 
 @given(
@@ -73,6 +123,20 @@ def test_advice_changes_the_mathematics_no_more_than_needed() -> None:
     assert advised("100gbit").label == "plain DDP"
     assert advised("100mbit").local_sgd > 0
     assert advised("100mbit").local_sgd > advised("1gbit").local_sgd > 0
+
+
+def test_accumulation_is_offered_instead_of_local_sgd_where_it_suffices() -> None:
+    job = Job(rows=88_000, batch=12)
+    slow, hopeless = (plan(NODE, Network.parse(rate), [4], job)[0] for rate in ("500mbit", "1mbit"))
+    assert slow.advised.setup.local_sgd
+    found = accumulation(NODE, slow)
+    assert found is not None
+    count, prediction = found
+    assert prediction.efficiency >= 0.9
+    assert not prediction.setup.local_sgd
+    assert count * prediction.step == pytest.approx((count - 1) * NODE.step + predict(NODE, Network.parse("500mbit"), 4,
+                                                                                      prediction.setup).step)  # fmt: skip
+    assert accumulation(NODE, hopeless) is None
 
 
 def test_cost_is_the_time_of_all_nodes() -> None:

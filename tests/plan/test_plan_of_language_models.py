@@ -53,9 +53,8 @@ def test_the_traffic_between_nodes_is_that_of_the_adapters() -> None:
     node = predict_node(Subject("smollm2-135m", "sft", 200, 16, 0.5), 8, MACHINE, collectives)
     found = predict(node, Network(1.0, 0.0), 2, Setup())
     wire = 4 * 4_884_480 / (0.94e9 / 8)
-    assert found.step == pytest.approx(
-        node.step + wire
-    )  # less than a bucket: all of it is sent after the backward pass
+    # Less than a bucket: after the backward pass all is sent but DDP's first bucket, 1 MB, which is full after 3 of 40 parts.
+    assert found.step == pytest.approx(node.step + wire * (1 - 3 / 40))
 
 
 def test_products_of_a_predicted_step_are_as_counted_by_hand() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from stoker.cli import parsing
 from stoker.english import counted, duration
 from stoker.errors import UserError
-from stoker.plan.advice import Job, Row, cost, epoch, machines_table, plan, table
+from stoker.plan.advice import Job, Row, accumulation, cost, epoch, machines_table, plan, table
 from stoker.plan.cost_model import NO_COLLECTIVES, Collectives, Network, Node, Prediction
 from stoker.plan.predicted_node import MachineRates, predict_node
 from stoker.plan.sizes import SIZES
@@ -198,7 +198,7 @@ def _described(nodes: Sequence[Node], subject: Subject, options: Any) -> list[st
     size = f"{millions:,.0f}" if millions >= 100 else f"{millions:.3g}"
     lines = [f"node: {what}{size} M trained parameters, {options.batch} rows of about {subject.length} tokens"]
     return lines + [
-        f"  {counted(one.processes, 'process')} x {counted(one.cores // one.processes, 'core')}: {one.step:.3f} s per step"
+        f"  {counted(one.processes, 'process')} x {counted(int(one.cores // one.processes), 'core')}: {one.step:.3f} s per step"
         + (f", {one.tokens / one.step:,.0f} tokens/s, {one.memory / 1e9:.1f} GB" if one.tokens else "")
         for one in nodes
     ]
@@ -263,7 +263,7 @@ def _advice(node: Node, rows: list[Row], options: Any) -> list[str]:
         if not advised.setup.local_sgd:
             lines[0] += f", --ddp_bucket_cap_mb {advised.setup.bucket_mb}"
     if advised.setup.local_sgd:
-        lines.append("  local SGD changes what is learned: compare the score after a short run with and without it")
+        lines += _price_of_local_sgd(node, last, options)
     if best.epoch < rows[0].epoch:
         lines.append(f"  an epoch takes {duration(best.epoch)} on {best.advised.nodes} nodes"
                      f" instead of {duration(rows[0].epoch)} on {rows[0].advised.nodes}")  # fmt: skip
@@ -275,6 +275,22 @@ def _advice(node: Node, rows: list[Row], options: Any) -> list[str]:
         lines.append(f"  and costs {best.cost:.2f} instead of {rows[0].cost:.2f}")
     if options.batch * advised.nodes > 512:
         lines.append(f"  the global batch is {options.batch * advised.nodes} rows: learning rate and warm-up need care")
+    return lines
+
+
+def _price_of_local_sgd(node: Node, row: Row, options: Any) -> list[str]:
+    """What it costs to average weights instead of gradients, and what to do without it."""
+    lines = [
+        "  local SGD changes what is learned: all settings tried lowered the score of a short run (docs/distributed.md,",
+        "  What local SGD costs). Average gradients first (--local_sgd_warmup_steps), and compare the score with and without it",
+    ]
+    if (found := accumulation(node, row)) is not None:
+        count, prediction = found
+        rows = options.batch * prediction.nodes * count
+        flags = f"{prediction.setup.flags} --gradient_accumulation_steps {count}".strip()
+        lines.append(
+            f"  without it: {flags} keeps {prediction.efficiency:.0%}, with {rows} rows per step of the optimizer"
+        )
     return lines
 
 

@@ -1,7 +1,8 @@
 """Local SGD for slow networks: ranks train alone for some steps, then average their weights, with DiLoCo's outer optimizer.
 
 Every `every` steps the ranks average the change of their weights since the last average, and an outer Nesterov step applies it to
-the weights that all started from. With outer_lr 1 and outer_momentum 0 that is plain averaging of weights.
+the weights that all started from. With outer_lr 1 and outer_momentum 0 that is plain averaging of weights. In the first `warm_up`
+steps gradients are averaged instead, as DDP does.
 The model must not be wrapped in DDP: nothing is sent between the averages.
 """
 
@@ -35,6 +36,7 @@ class LocalSGD:
         *,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        warm_up: int = 0,
         sent_dtype: torch.dtype | None = None,
         group: Any = None,
     ) -> None:
@@ -42,11 +44,14 @@ class LocalSGD:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1 step")
         check_outer(outer_lr, outer_momentum)
+        if warm_up < 0:
+            raise ValueError(f"warm_up={warm_up} must be a number of steps, or 0 for none")
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise ValueError("LocalSGD takes the model itself, not DDP: DDP would average the gradients of every step")
         self.every = every
         self.outer_lr = outer_lr
         self.outer_momentum = outer_momentum
+        self.warm_up = warm_up
         self.steps = 0
         self.waited = 0.0
         """Seconds the last average took, from this rank's arrival on."""
@@ -68,6 +73,7 @@ class LocalSGD:
             settings.local_sgd,
             outer_lr=settings.local_sgd_outer_lr,
             outer_momentum=settings.local_sgd_outer_momentum,
+            warm_up=settings.local_sgd_warmup_steps,
             sent_dtype=torch.bfloat16 if settings.gradient_compression.startswith("bf16") else None,
         )
 
@@ -80,12 +86,43 @@ class LocalSGD:
         """Whether all ranks hold the same weights: no step since the last average."""
         return self.steps == self._averaged_at
 
-    def step(self) -> bool:
+    @property
+    def warms_up(self) -> bool:
+        """Whether the step that is being taken averages gradients: call `average_gradients` after its backward pass."""
+        return self.steps < self.warm_up
+
+    def step(self, *, last: bool = False) -> bool:
+        """`last`: the ranks average in any case, because training ends."""
+        warmed_up = not self.warms_up
         self.steps += 1
-        if self.steps % self.every:
+        if not warmed_up:
+            self._keep_weights()
+            return True
+        if (self.steps - self.warm_up) % self.every and not last:
             return False
         self.average()
         return True
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """What DDP does in the backward pass. To be called before gradients are clipped."""
+        begin = time.perf_counter()
+        ranks = dist.get_world_size(self._group)
+        for parameter in self._parameters:
+            if parameter.grad is None:  # in this rank's batch alone, perhaps
+                parameter.grad = torch.zeros_like(parameter)
+        sent = []
+        for piece in _pieces(self._parameters):
+            gradients: list[Any] = [self._parameters[i].grad for i in piece]
+            flat = (
+                torch.cat([one.reshape(-1) for one in gradients]).to(self._sent_dtype or gradients[0].dtype).div_(ranks)
+            )
+            sent.append((gradients, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
+        for gradients, flat, work in sent:
+            work.wait()
+            for gradient, mean in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+        self.waited = time.perf_counter() - begin
 
     @torch.no_grad()
     def average(self) -> None:
@@ -136,10 +173,14 @@ class LocalSGD:
 
     def restart_from_weights(self) -> None:
         """The weights were replaced by others, the same on all ranks: changes are counted from these."""
-        for anchor, parameter in zip(self._anchor, self._parameters, strict=True):
-            anchor.copy_(parameter.detach())
+        self._keep_weights()
         for velocity in self._velocity:
             velocity.zero_()
+
+    def _keep_weights(self) -> None:
+        """All ranks have the same weights: changes are counted from these."""
+        for anchor, parameter in zip(self._anchor, self._parameters, strict=True):
+            anchor.copy_(parameter.detach())
         self._averaged_at = self.steps
 
     def follow_first_rank(self) -> None:

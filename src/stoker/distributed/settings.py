@@ -42,6 +42,9 @@ class DistributedSettings:
     local_sgd_outer_momentum: float = _setting(
         0.0, "Nesterov momentum of the averages (default {default}; DiLoCo: 0.9)", metavar="X"
     )
+    local_sgd_warmup_steps: int = _setting(
+        0, "average gradients at every step for the first N steps (default {default})", metavar="N"
+    )
 
     def __post_init__(self) -> None:
         compression = self.gradient_compression
@@ -52,6 +55,10 @@ class DistributedSettings:
         if self.local_sgd and compression == "powersgd":
             raise ValueError(
                 "gradient_compression=powersgd does not work with local_sgd, which sends no gradients; use bf16"
+            )
+        if self.local_sgd_warmup_steps < 0:
+            raise ValueError(
+                f"local_sgd_warmup_steps is {self.local_sgd_warmup_steps}; it must be a number of steps, or 0 for none"
             )
         check_outer(self.local_sgd_outer_lr, self.local_sgd_outer_momentum, "local_sgd_")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from stoker.english import duration
 from stoker.plan.cost_model import Network, Node, Prediction, Setup, predict
 
-__all__ = ["Job", "Row", "cost", "epoch", "machines_table", "plan", "table"]
+__all__ = ["Job", "Row", "accumulation", "cost", "epoch", "machines_table", "plan", "table"]
 
 _LONGEST_LOCAL = 64  # steps between averages; the effect of more on quality has not been measured
 _GOOD, _PLAIN = 0.9, 0.95
@@ -56,6 +56,19 @@ def _row(node: Node, network: Network, count: int, job: Job) -> Row:
     elif bf16.efficiency >= min(_GOOD, advised.efficiency):
         advised = bf16
     return Row(plain, bf16, local, advised, epoch(advised.step, job, count), cost(advised.step, job, count))
+
+
+def accumulation(node: Node, row: Row) -> tuple[int, Prediction] | None:
+    """The fewest accumulated batches with which DDP keeps the nodes busy, without averages of weights, and that prediction.
+
+    The gradients are exchanged in the last of them only. None if even many do not suffice.
+    """
+    for count in (2, 4, 8, 16, 32):
+        for one in (row.plain, row.bf16):
+            step = (node.step * (count - 1) + one.step) / count
+            if node.step / step >= _GOOD:
+                return count, Prediction(one.nodes, one.setup, step, node.step / step)
+    return None
 
 
 def epoch(step: float, job: Job, nodes: int) -> float:

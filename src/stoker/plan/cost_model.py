@@ -3,10 +3,12 @@
 A node's step is measured, everything that happens within the node included, or predicted (`predicted_node`). Between nodes
 the gradients (G bytes) are reduced in a ring: each sends and receives t = 2 (n-1)/n G bytes, at the network's rate or at the
 rate the software reaches when the network is not the limit, whichever is slower; that is `carry`. Part of it is work for the
-node's cores (`busy`, measured as CPU time per byte) and always adds to the step. The rest is waiting, which overlaps with the
-backward pass, except for what is ready last: the last bucket and the embeddings, whose gradients are complete only at its end.
+node's cores (`busy`, measured as CPU time per byte, with bf16 also that of the rounding) and always adds to the step: it makes
+the backward pass longer. How much of the rest overlaps with that pass follows from when gradients are complete (`Node.ready`,
+measured). They are exchanged in buckets, as DDP fills them, each as soon as it is full and the one before has been exchanged.
 
-    step = node + busy + max(last * (carry - busy), carry - busy - backward)
+    end_of(bucket) = max(full(bucket), end_of(the bucket before)) + share(bucket) * carry
+    step = node + busy + max(end_of(the last bucket) - end of the backward pass, 0)
     with local SGD every K steps: step = node + (carry + apply) / K
 
 It assumes equal nodes, a switched network at full rate, and balanced batches, so that no node waits for a slower one.
@@ -24,6 +26,7 @@ __all__ = [
     "BACKWARD",
     "COMPRESSIONS",
     "NO_COLLECTIVES",
+    "PARTS",
     "Collectives",
     "Network",
     "Node",
@@ -33,7 +36,11 @@ __all__ = [
 ]
 
 BACKWARD = 0.6
-"""The backward pass's share of a step: twice the forward pass, with a tenth for the optimizer."""
+"""The backward pass's share of a step where it was not measured: twice the forward pass, with a tenth for the optimizer."""
+PARTS = 40
+"""The number of equal parts of the backward pass for which `Node.ready` says what is complete."""
+_FIRST_BUCKET = 1 << 20
+"""Bytes; DDP's first bucket is small, so that the exchange begins early."""
 _TCP = 0.94
 """The share of the rate that Ethernet, IP and TCP headers leave, with frames of 1,500 bytes."""
 _LATENCIES = ((1.1, 100e-6), (10.1, 50e-6), (1000.0, 20e-6))
@@ -78,6 +85,8 @@ class Collectives:
     cpu_bf16: float
     apply: float
     """Seconds of one core per byte of weights to compute and apply an average of local SGD."""
+    cast: float = 0.0
+    """Seconds of one core per byte of fp32 gradients to round them to bf16 and to widen the sum again."""
 
     def summary(self) -> str:
         return (
@@ -100,9 +109,15 @@ class Node:
     parameters: int
     """That are trained, whose gradients the nodes exchange; with LoRA, those of the adapters."""
     collectives: Collectives
-    cores: int = 1
+    cores: float = 1
+    """A fraction for a part of a core."""
+    backward: float = BACKWARD
+    """The backward pass's share of the step."""
+    ready: tuple[float, ...] = ()
+    """The share of the gradients that is complete after each of PARTS equal parts of the backward pass; empty if not measured."""
     last: float = 0.2
-    """Share of the gradients that is ready only when the backward pass ends: BERT's word embeddings are a fifth."""
+    """Without `ready`: the share of the gradients that is complete only at the end of the backward pass. The others are assumed
+    to become complete evenly. BERT's word embeddings are a fifth."""
     tokens: float = 0.0
     """Per step; 0 if it is not known."""
     memory: float = 0.0
@@ -154,14 +169,32 @@ def predict(node: Node, network: Network, nodes: int, setup: Setup) -> Predictio
         if small
         else (node.collectives.rate, node.collectives.cpu)
     )
-    carry = max(wire, traffic / rate)
     # One thread of the node's leader communicates; the CPU time it takes is spread over all cores.
-    busy = min(traffic * cpu / node.cores, carry)
+    busy = min(traffic * cpu / node.cores, max(wire, traffic / rate)) if node.cores >= 1 else traffic * cpu / node.cores
+    carry = max(wire, traffic / rate, busy)
+    if small and not setup.local_sgd:  # each process rounds its own gradients
+        busy += 4 * node.parameters * node.collectives.cast / node.cores * node.processes
     if setup.local_sgd:
         apply = 4 * node.parameters * node.collectives.apply / node.cores * node.processes
         step = node.step + (carry + apply) / setup.local_sgd
     else:
-        last = max(node.last, min(setup.bucket_mb * 1e6 / (4 * node.parameters), 1.0))
-        idle = carry - busy
-        step = node.step + busy + max(last * idle, idle - BACKWARD * node.step)
+        backward = node.backward * node.step + busy
+        end = 0.0
+        for full, share in _buckets(node, setup.bucket_mb * 1e6):
+            end = max(full * backward, end) + share * carry
+        step = node.step + busy + max(end - backward, 0.0)
     return Prediction(nodes, setup, step, node.step / step)
+
+
+def _buckets(node: Node, limit: float) -> list[tuple[float, float]]:
+    """When each of DDP's buckets is full, as a share of the backward pass, and its share of the gradients."""
+    ready = node.ready or (*((part + 1) / PARTS * (1 - node.last) for part in range(PARTS - 1)), 1.0)
+    size = 4 * node.parameters
+    found: list[tuple[float, float]] = []
+    sent = 0.0
+    for part, complete in enumerate(ready):
+        least = (_FIRST_BUCKET if not found else limit) / size
+        if complete - sent >= least or (part == len(ready) - 1 and complete > sent):
+            found.append(((part + 1) / len(ready), complete - sent))
+            sent = complete
+    return found

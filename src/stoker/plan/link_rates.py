@@ -20,12 +20,12 @@ from stoker import __version__
 from stoker.english import counted
 from stoker.errors import UserError
 from stoker.machine import cache_directory, network, this_machine
-from stoker.plan.cost_model import Collectives, Node
+from stoker.plan.cost_model import PARTS, Collectives, Node
 from stoker.plan.subject import Subject
 
 __all__ = ["candidates", "measure_collectives", "measure_node", "usable_cores"]
 
-_FORMAT = 3
+_FORMAT = 5
 _LONGEST = 900  # seconds
 Progress = Callable[[str], None]
 
@@ -44,7 +44,9 @@ def measure_collectives(*, fresh: bool = True, progress: Progress = _quiet) -> C
         return _run("collectives", shares, "gloo", megabytes=100, rounds=5)[0]
 
     found = _cached("collectives", {}, measure, fresh)
-    return Collectives(1 / found["fp32"], 1 / found["bf16"], found["fp32_cpu"], found["bf16_cpu"], found["apply"])
+    return Collectives(
+        1 / found["fp32"], 1 / found["bf16"], found["fp32_cpu"], found["bf16_cpu"], found["apply"], found["cast"]
+    )
 
 
 def candidates(cores: int) -> list[int]:
@@ -77,7 +79,8 @@ def measure_node(
 
     found = _cached("step", conditions, measure, fresh)
     return Node(
-        step=found["step"], processes=processes, parameters=int(found["parameters"]), last=found["last"],
+        step=found["step"], processes=processes, parameters=int(found["parameters"]),
+        backward=min(found["backward"] / found["step"], 1.0), ready=tuple(found[f"ready{part}"] for part in range(PARTS)),
         collectives=collectives, cores=len(cpus), tokens=found["tokens"], memory=found["memory"],
     )  # fmt: skip
 

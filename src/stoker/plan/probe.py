@@ -70,6 +70,12 @@ def collectives(request: dict[str, Any]) -> dict[str, float]:
         weights.copy_(anchor)
         spent.append((time.perf_counter() - begin) / 32e6)
     found["apply"] = min(spent)
+    spent = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        weights.copy_(anchor.to(torch.bfloat16))
+        spent.append((time.perf_counter() - begin) / 32e6)
+    found["cast"] = min(spent)
     return found
 
 
@@ -80,7 +86,8 @@ def steps(request: dict[str, Any]) -> dict[str, float]:
 
     import stoker
     from stoker.hf.ranks import BUCKET_MB
-    from stoker.plan.subject import Subject, ready_last
+    from stoker.plan.gradient_times import GradientTimes
+    from stoker.plan.subject import Subject
 
     subject = Subject(**request["subject"])
     model = subject.build()
@@ -91,17 +98,21 @@ def steps(request: dict[str, Any]) -> dict[str, float]:
     if request["size"] > 1:
         wrapped = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
     rows = request["batch"] // request["size"] + (request["rank"] < request["batch"] % request["size"])
-    seconds = []
+    seconds, times = [], GradientTimes(model)
     for number in range(request["rounds"] + 1):
         inputs = subject.rows(rows, number * request["size"] + request["rank"], model.config)
         begin = time.perf_counter()
-        wrapped(**inputs).loss.backward()
+        loss = wrapped(**inputs).loss
+        times.begin()
+        loss.backward()
+        times.end()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         model.zero_grad()
         seconds.append(time.perf_counter() - begin)
     return {
-        "step": statistics.median(seconds[1:]), "parameters": sum(one.numel() for one in trained), "last": ready_last(model),
+        "step": statistics.median(seconds[1:]), "backward": statistics.median(times.seconds[1:]), "parameters": times.total,
+        **{f"ready{part}": share for part, share in enumerate(times.ready)},
         "tokens": int(inputs["attention_mask"].sum()), "memory": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }  # fmt: skip
 
