@@ -72,6 +72,16 @@ def test_the_first_host_of_slurms_list(names: str, first: str | None) -> None:
     assert first_slurm_host({"SLURM_STEP_NODELIST": names}) == first
 
 
+def test_the_first_host_of_a_job_with_several_components_is_the_first_ones() -> None:
+    variables = {"SLURM_STEP_NODELIST": "beta,gamma", "SLURM_JOB_NODELIST_PACK_GROUP_0": "gamma"}
+    assert first_slurm_host(variables) == "beta"
+    assert first_slurm_host({**variables, "SLURM_HET_SIZE": "2"}) == "gamma"
+    assert (
+        first_slurm_host({**variables, "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "delta[2-3]"})
+        == "delta2"
+    )
+
+
 def test_slurm_ranks_agree_on_address_and_port_without_asking() -> None:
     found = {
         agree(rank, variables)

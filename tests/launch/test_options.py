@@ -109,8 +109,9 @@ def test_the_table_in_the_docs_is_made_from_the_declarations() -> None:
 def test_the_flags_of_a_launch_set_the_same_rank_options_again() -> None:
     """What `--emit` writes, for a value of each option that is sent to ranks."""
     words = "--mixed_precision bf16 --no-ipex --no-compat --log-dir d --num_cpu_threads_per_process 2 --backend ccl \
-        --gradient_compression bf16 --local_sgd 4 --local_sgd_outer_lr 0.7 --local_sgd_outer_momentum 0.9 --oversubscribe \
-        --no-prefix --ncores-per-instance 3 --nodes-list 0,2 --use-logical-cores --use-e-cores --bind none \
+        --gradient_compression bf16 --local_sgd 4 --local_sgd_outer_lr 0.7 --local_sgd_outer_momentum 0.9 \
+        --local_sgd_warmup_steps 20 --oversubscribe \
+        --no-prefix --heal --ncores-per-instance 3 --nodes-list 0,2 --use-logical-cores --use-e-cores --bind none \
         --memory-allocator jemalloc --mpirun_ccl 1 -genv A=b --dynamo_backend inductor"
     asked = parse([*words.split(), "s.py"])
     unset = [name for name in declared(RankOptions) if getattr(asked, name) == getattr(RankOptions(), name)]

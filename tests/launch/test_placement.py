@@ -11,6 +11,8 @@ from stoker.errors import UserError
 from stoker.launch.options import parse_nodes
 from stoker.launch.placement.binding import choose
 from stoker.launch.placement.divide_cores import Placement, place
+from stoker.launch.placement.slurm_cores import task_share
+from stoker.launch.rank.environment import Rank
 from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
 from stoker.machine.tree import format_cpu_list
@@ -160,3 +162,23 @@ def test_node_lists_are_parsed_and_formatted() -> None:
     for nothing in ("", " ", ",", "\t"):
         with pytest.raises(ArgumentTypeError, match="names no NUMA node"):
             parse_nodes(nothing)
+
+
+@pytest.mark.parametrize(
+    ("variables", "part", "threads"),
+    [
+        ({}, (1, 2), None),  # a mask for all tasks of the node
+        ({"SLURM_CPU_BIND_LIST": "0xff,0xff00"}, (0, 1), None),  # one for each
+        ({"SLURM_CPU_BIND_LIST": "0xffff,0xffff"}, (1, 2), None),  # the same for each
+        ({"SLURM_CPUS_ON_NODE": "160"}, (1, 2), None),  # 2 x 40 cores with two threads, all of them
+        ({"SLURM_CPUS_ON_NODE": "320"}, (0, 1), None),  # a cgroup has given this task half of the node
+        ({"SLURM_CPUS_ON_NODE": "16"}, (1, 2), 8),  # nothing confines the job
+        ({"SLURM_CPUS_ON_NODE": "16", "OMP_NUM_THREADS": "2"}, (1, 2), None),
+    ],
+)
+def test_a_task_of_slurm_takes_its_part_of_what_srun_left_it(
+    variables: dict[str, str], part: tuple[int, int], threads: int | None, recorded: Recorded
+) -> None:
+    rank = Rank("Slurm", 1, 2, 1, 2, "names")
+    settings, *found = task_share(Settings(), rank, recorded("ice_lake"), variables)
+    assert (tuple(found), settings.threads) == (part, threads)

@@ -106,6 +106,37 @@ def test_a_silent_machine_fails_a_job_of_a_fixed_size(monkeypatch: pytest.Monkey
     assert reason.text.startswith("machine 1 (host1) is gone")
 
 
+def test_a_job_that_heals_waits_until_a_lost_machine_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True, wait=60)
+    machines.start(0, 1)
+    machines.run()
+    machines.silent = {1}
+    now = machines.step(20)
+    assert (now.failure, now.ending) == (None, "broken")
+    machines.change(0, status="waiting")
+    assert machines.step(30).number == 1, "there are too few machines"
+    machines.silent = set()
+    machines.start(1, token="b")
+    assert machines.step() == Round(2, ["0a", "1b"], 40000)
+    printed = capsys.readouterr().err
+    assert "stoker: machine 1 (host1) is gone; waiting up to 60 s until it is started again" in printed
+    assert "machine 1 (host1) is gone, machine 1 (host1) has joined; continuing with 2 of 2 machines" in printed
+
+
+def test_a_job_that_heals_fails_if_a_lost_machine_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True, wait=60)
+    machines.start(0, 1)
+    machines.run()
+    machines.silent = {1}
+    machines.step(20)
+    machines.change(0, status="waiting")
+    reason = machines.step(70).failure
+    assert reason is not None
+    assert reason.text == "machines 1 of 2 did not arrive within 60 s"
+
+
 def test_a_machine_joins_where_there_is_room(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,12 @@ class Rig:
         path.write_text("".join(f"{host}\n" for host in self.hosts) if text is None else text)
         return str(path)
 
+    def add_name(self, name: str, host: str) -> None:
+        """From now on all hosts know this name of a host."""
+        for one in self.hosts:
+            with open(f"/etc/netns/{self._namespace(one)}/hosts", "a") as file:
+                file.write(f"{self.address(host)} {name}\n")
+
     def shape(self, *, rate: str | None = None, delay: str | None = None, loss: float = 0.0) -> None:
         """Every host's link, in what it sends: `rate="1gbit", delay="1ms", loss=0.01`. Replaces what was there.
 
@@ -170,6 +176,10 @@ class Rig:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def processes(self, host: str) -> list[int]:
+        """The processes on a host, without its sshd: if that one ends, so do the host's namespaces."""
+        return [pid for pid in self._pids(host) if pid != self._sshd[host].pid]
+
     def forget_keys(self, host: str) -> None:
         """The host accepts no key any more."""
         (self.directory / f"authorized_keys.{host}").write_text("")
@@ -217,6 +227,7 @@ class Rig:
         files.mkdir(parents=True, exist_ok=True)
         names = "".join(f"{self.address(name)} {name}\n" for name in self.hosts)
         (files / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        (files / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # refuses at once: no other names are known
         _ip("netns", "add", namespace)
         _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         _ip("link", "set", outside, "master", self._bridge, "up")

@@ -39,7 +39,7 @@ def parse(argv: list[str]) -> Options:
         raise UserError(
             "stoker launch: no script was given; write it after the options: stoker launch [options] script.py ..."
         )
-    found["genv"] = tuple(found["genv"])
+    found |= {name: tuple(found[name]) for name, option in command_line().items() if option.repeated}
     _set_fields(found)
     options = Options(script=script, arguments=arguments, **found)
     names = [field.name for field in dataclasses.fields(DistributedSettings)]

@@ -176,6 +176,13 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LABEL=VALUE")
+    return key, value
+
+
 def _ignored(flag: str, reason: str) -> Option:
     return declare(flag, HIDDEN, "", None, ignored=reason)
 
@@ -215,6 +222,9 @@ class RankOptions:
     local_sgd: int | None = distributed("local_sgd")
     local_sgd_outer_lr: float | None = distributed("local_sgd_outer_lr")
     local_sgd_outer_momentum: float | None = distributed("local_sgd_outer_momentum")
+    local_sgd_warmup_steps: int | None = distributed("local_sgd_warmup_steps")
+    heal: bool = switch(
+        "--heal", PROCESSES, "replace a rank that is killed in training by a new process, and let the others go on")
     oversubscribe: bool = switch("--oversubscribe", PROCESSES, "allow more threads than cores")
     prefix: bool = switch("", PROCESSES, "", True, off="--no_prefix", off_help="no [rank] before each line")
     cores_per_process: int | None = option("--ncores_per_instance N", PLACEMENT, "cores per process", count)
@@ -249,12 +259,13 @@ class LaunchOptions(RankOptions):
     num_processes: int | None = option(
         "-n -np --num_processes N", PROCESSES, "processes on all machines together", count, config="num_processes")
     """-1, only from a config file: to be given on the command line."""
-    per_machine: int | None = option("-ppn -perhost --nprocs_per_node N", PROCESSES, "processes per machine", count)
+    per_machine: int | None = option(
+        "-ppn -perhost --nproc_per_node --nprocs_per_node N", PROCESSES, "processes per machine", count)
     launcher: str | None = option(
         "--launcher", PROCESSES, "auto: mpirun with a hostfile, otherwise torchrun's elastic agent",
         choices=_LAUNCHERS, config="stoker_config.launcher", unset="auto")
     max_restarts: int | None = option("--max_restarts N", PROCESSES, "restart all ranks after a failure, up to N times", whole)
-    """None: 3 if the number of machines may change, otherwise 0."""
+    """What was asked for; `allowed_restarts` has the default."""
     hostfile: str | None = option(
         "-f -hostfile -machinefile --hostfile --mpirun_hostfile FILE", MACHINES,
         "hosts for mpirun: one per line, optionally :N or slots=N", path, config="mpirun_config.mpirun_hostfile")
@@ -274,13 +285,29 @@ class LaunchOptions(RankOptions):
     check_hosts: bool = switch(
         "", MACHINES, "", True, off="--no_host_check", off_help="do not try ssh and compare versions first")
     emit: str | None = option(
-        "--emit", MACHINES, "print a batch script or manifests instead of running", choices=("slurm", "kubernetes"))
+        "--emit", MACHINES, "print a batch script or manifests instead of running",
+        choices=("slurm", "kubernetes", "trainjob", "pytorchjob", "mpijob"))
     emit_image: str | None = option("--emit_image IMAGE", MACHINES, "Kubernetes: container image")
+    emit_cpus: int | None = option(
+        "--emit_cpus N", MACHINES, "Kubernetes: CPUs of each pod, from which threads follow; default: its threads", count)
+    emit_memory: str | None = option("--emit_memory SIZE", MACHINES, "Kubernetes: memory of each pod, such as 64Gi")
+    emit_cache: str | None = option(
+        "--emit_cache CLAIM", MACHINES, "Kubernetes: volume claim for caches and checkpoints, mounted at /cache")
+    emit_node_selector: tuple[tuple[str, str], ...] = option(
+        "--emit_node_selector K=V", MACHINES, "Kubernetes: label of the nodes to use", _label, (), repeated=True)
     emit_time: str | None = option("--emit_time TIME", MACHINES, "Slurm: time limit, such as 04:00:00")
     emit_partition: str | None = option("--emit_partition PARTITION", MACHINES, "Slurm: partition")
     emit_name: str | None = option("--emit_name NAME", MACHINES, "name of the job")
     extra_mpi: tuple[str, ...] = option("--extra_mpi_params ARGUMENTS", MPIRUN, "more arguments for mpirun", _shell_words, ())
-# fmt: on
+    # fmt: on
+
+    @property
+    def allowed_restarts(self) -> int:
+        """Three by default where ranks or machines may be lost without ending the job."""
+        if self.max_restarts is not None:
+            return self.max_restarts
+        fewer_machines = self.min_machines is not None and self.min_machines < (self.num_machines or 1)
+        return 3 if self.heal or fewer_machines else 0
 
 
 @dataclass(frozen=True, kw_only=True)

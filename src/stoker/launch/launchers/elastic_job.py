@@ -36,6 +36,9 @@ class Job:
     silence: float = _SILENCE
     """Seconds without a heartbeat after which a machine counts as dead."""
 
+    waits_for_lost: bool = False
+    """Whether a job of a fixed number of machines waits for one that was lost, instead of failing."""
+
     @property
     def elastic(self) -> bool:
         return self.least < self.machines
@@ -56,6 +59,8 @@ def silence() -> float:
 def listen(job: Job) -> socket.socket:
     """A listening socket on this address only; torch's store would listen on all interfaces."""
     addresses = network.resolve(job.address)
+    if not addresses and job.address.split(".")[0] == socket.gethostname().split(".")[0]:
+        addresses = (network.own_address(),)  # a pod starts before its own name is known to the cluster's DNS
     if not addresses:
         raise UserError(f"--main_process_ip {job.address} is not known to this machine; give an address of it")
     listener = socket.socket(socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET)

@@ -129,7 +129,7 @@ class Coordinator:
             return replace(current, finished=True)
         alive = self._alive(current, [r for r in reports if not _compare_versions(r, reports[0])])
         lost = set(current.members) - set(alive)
-        if lost and not job.elastic:
+        if lost and not job.elastic and not job.waits_for_lost:
             return replace(current, failure=_gone(str(self._seen[lost.pop()][0])))
         # A member that waits for the current round has only not seen it yet.
         ready = {
@@ -142,6 +142,9 @@ class Coordinator:
             return self._gather(current, ready, [alive[token] for token in set(current.members) - lost - set(ready)])
         self._since, self._remind_after = time.monotonic(), 10.0
         if lost or ready.keys() & set(current.members):
+            if lost and not job.elastic:
+                gone = ", ".join(sorted(str(self._seen[token][0]) for token in lost))
+                self._print(f"{gone} is gone; waiting up to {job.wait:.0f} s until it is started again")
             return replace(current, ending=_BROKEN)
         return replace(current, ending=_JOINED if ready and len(current.members) < job.machines else "")
 
@@ -166,7 +169,7 @@ class Coordinator:
             members = [report.token for report in sorted(chosen, key=lambda report: report.machine)]
             # Ranks that are started again get a new store: the keys in the old one belong to ranks that are gone.
             port = self._open_store() if before.number > 0 else self._port
-            if before.number > 0 and job.elastic:
+            if before.number > 0 and (job.elastic or job.waits_for_lost):
                 self._print_changes(before.members, members)
             return Round(before.number + 1, members, port)
         numbers = {r.machine for r in awaited} or set(range(job.machines)) - {r.machine for r in ready.values()}
@@ -186,7 +189,11 @@ class Coordinator:
     def _print_changes(self, before: Sequence[str], after: Sequence[str]) -> None:
         changes = [f"{self._seen[token][0]} is gone" for token in before if token not in after]
         changes += [f"{self._seen[token][0]} has joined" for token in after if token not in before]
-        text = f"{', '.join(changes) or 'ranks have failed'}; continuing with {len(after)} of {self._job.machines} machines"
+        reason = ", ".join(changes) or "ranks have failed"
+        self._print(f"{reason}; continuing with {len(after)} of {self._job.machines} machines")
+
+    @staticmethod
+    def _print(text: str) -> None:
         print(f"stoker: {text}", file=sys.stderr, flush=True)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from stoker.errors import UserError
 from stoker.launch.launch_plan import Plan, PlannedRank, counts, handed_over
 from stoker.launch.launchers.local import become
-from stoker.launch.options import Options, to_flags
+from stoker.launch.options import Options, RankOptions, to_flags
 from stoker.launch.rank import handover
 from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
@@ -54,34 +54,58 @@ def _srun(plan: Plan, program: list[str], variables: Collection[str], environmen
     exported = environment.get("SLURM_EXPORT_ENV") or "ALL"
     exported = ",".join([*([exported] if exported not in ("NONE", "NIL") else []), *variables])
     sizes = ["-N", str(plan.machines), "-n", str(plan.size), "--ntasks-per-node", str(plan.size // plan.machines)]
-    return ["srun", *sizes, f"--export={exported}", "--kill-on-bad-exit=1", *program]
+    return ["srun", *sizes, f"--export={exported}", *_common(plan.settings), *program]
+
+
+def _common(options: RankOptions) -> list[str]:
+    """Ranks pin themselves, each on its own node, so nodes may differ; srun pins tasks to the same number of CPUs everywhere."""
+    return [*["--cpu-bind=none"] * (options.bind != "keep"), "--kill-on-bad-exit=1"]
 
 
 def batch_script(options: Options, name: str) -> str:
     total, local, machines = counts(options)
+    script = ["-m"] * options.module + [options.script, *options.arguments]
+    program = ["stoker", "launch", *to_flags(options), *script]
+    if ":" in program:  # srun would start what follows as another program
+        program = ["sh", "-c", "exec " + shlex.join(program)]
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={name}",
         f"#SBATCH --nodes={machines}",
         f"#SBATCH --ntasks={total}",
         f"#SBATCH --ntasks-per-node={local}",
-        f"#SBATCH --cpus-per-task={options.threads}" if options.threads else "#SBATCH --exclusive",
+        *([f"#SBATCH --cpus-per-task={options.threads}"] if options.threads else _WHOLE_NODES),
+        *_given("time", options.emit_time),
+        *_given("partition", options.emit_partition),
+        "#SBATCH --output=%x-%j.log",
+        "# When a node fails, the job is queued again; Trainer then resumes from its last checkpoint. The log is continued.",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "",
+        "set -euo pipefail",
+        "",
+        *_restarts(options.max_restarts or 0),
+        shlex.join(["srun", *_common(options), *program]),
     ]
-    for key, value in (("time", options.emit_time), ("partition", options.emit_partition)):
-        if value:
-            if not re.fullmatch(r"[\w:.,-]+", value):
-                raise UserError(f"--emit_{key} {value!r} is not a value that Slurm accepts")
-            lines.append(f"#SBATCH --{key}={value}")
-    lines += ["#SBATCH --output=%x-%j.log", "", "set -euo pipefail", ""]
-    if not options.threads:
-        lines += [
-            "# All cores of a node, divided over its tasks.",
-            f"export SRUN_CPUS_PER_TASK=$(( SLURM_CPUS_ON_NODE / {local} ))",
-            "",
-        ]
-    script = ["-m"] * options.module + [options.script, *options.arguments]
-    program = ["stoker", "launch", *to_flags(options), *script]
-    if ":" in program:  # srun would start what follows as another program
-        program = ["sh", "-c", "exec " + shlex.join(program)]
-    lines.append(shlex.join(["srun", "--kill-on-bad-exit=1", "--hint=nomultithread", *program]))
     return "\n".join(lines) + "\n"
+
+
+_WHOLE_NODES = ("#SBATCH --exclusive", "#SBATCH --mem=0")
+"""All cores and all memory of each node."""
+
+
+def _given(option: str, value: str | None) -> list[str]:
+    if value and not re.fullmatch(r"[\w:.,-]+", value, re.ASCII):
+        raise UserError(f"--emit_{option} {value!r} is not a value that Slurm accepts")
+    return [f"#SBATCH --{option}={value}"] if value else []
+
+
+def _restarts(most: int) -> list[str]:
+    """A job whose ranks have failed is queued again, up to this many times."""
+    if not most:
+        return []
+    return [
+        f'again() {{ if (( ${{SLURM_RESTART_COUNT:-0}} < {most} )); then scontrol requeue "$SLURM_JOB_ID"; fi; }}',
+        "trap again ERR",
+        "",
+    ]

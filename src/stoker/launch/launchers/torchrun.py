@@ -31,7 +31,7 @@ class Torchrun:
         if machines > 1:
             address, port = _endpoint(options, machines, environment)
             rank = options.machine_rank or 0
-            if min_machines < machines and options.machine_rank is None and not network.is_local(address):
+            if options.machine_rank is None and not network.is_local(address):
                 rank = -1
             elif rank >= machines:
                 raise UserError(f"--machine_rank {rank}: there are {machines} machines, numbered 0 to {machines - 1}")
@@ -45,7 +45,6 @@ class Torchrun:
         return rank_command(plan, options)[0]
 
     def run(self, plan: Plan, options: Options) -> int:
-        restarts = 3 if plan.min_machines < plan.machines else 0
         job = Job(
             local_size=len(plan.ranks),
             machines=plan.machines,
@@ -53,9 +52,10 @@ class Torchrun:
             machine_rank=plan.machine_rank,
             address=plan.address,
             port=plan.port,
-            max_restarts=restarts if options.max_restarts is None else options.max_restarts,
+            max_restarts=options.allowed_restarts,
             wait=options.rdzv_timeout,
             silence=silence(),
+            waits_for_lost=options.heal,
         )
         return elastic.launch(job, plan.settings, options.script, options.arguments)
 

@@ -140,8 +140,14 @@ def _expand_counts(text: str) -> list[int]:
 
 
 def first_slurm_host(environment: Mapping[str, str]) -> str | None:
-    """The first host of `rack[0-1]n[01-03,7],other`, as Slurm compresses its list."""
-    names = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    """The first host of `rack[0-1]n[01-03,7],other`, as Slurm compresses its list.
+
+    The list of a job with several components (`srun ... : ...`) is sorted by name; its ranks begin in component 0.
+    """
+    lists = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"]
+    if "SLURM_HET_SIZE" in environment:
+        lists[:0] = ["SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST_PACK_GROUP_0"]
+    names = next((environment[name] for name in lists if environment.get(name)), "")
     match = re.match(r"(?:[^\[,]|\[[^\]]*\])*", names)  # up to the first comma outside brackets
     assert match is not None
     return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", match[0]) or None

@@ -71,8 +71,17 @@ class Lines:
         return self._prefix + piece + b"\n"
 
 
-def attach(prefix: str, log: Path | None, *, progress: bool, fresh: bool = True, busy: Path | None = None) -> int:
-    """Redirects this process's output through a forwarder. `busy` is a file that exists while the forwarder works.
+def attach(
+    prefix: str,
+    log: Path | None,
+    *,
+    progress: bool,
+    fresh: bool = True,
+    busy: Path | None = None,
+    launcher: int | None = None,
+) -> int:
+    """Redirects this process's output through a forwarder. `busy` is a file that exists while the forwarder works; `launcher`
+    is the process that ends the launch, by default the parent of this one.
 
     Returns a descriptor of the original error stream. Beside `forwarding.3`, the forwarder makes `ended.3` when rank 3 ends.
     """
@@ -84,7 +93,7 @@ def attach(prefix: str, log: Path | None, *, progress: bool, fresh: bool = True,
         file = cast(BinaryIO, open(log, "wb" if fresh else "ab", buffering=0))  # noqa: SIM115
     if busy is not None:
         busy.touch()
-    out, err, rank, launcher = os.pipe(), os.pipe(), os.getpid(), os.getppid()
+    out, err, rank, launcher = os.pipe(), os.pipe(), os.getpid(), launcher or os.getppid()
     child = os.fork()
     if child == 0:
         if os.fork() == 0:
