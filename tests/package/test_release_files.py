@@ -74,3 +74,24 @@ def test_the_container_is_checked_with_the_files_it_is_built_from() -> None:
     named = (ROOT / ".containerignore").read_text().splitlines()
     assert sorted(line[1:] for line in named if line.startswith("!")) == sorted(SOURCES)
     assert (ROOT / ".dockerignore").resolve() == ROOT / ".containerignore"
+
+
+@pytest.mark.parametrize(("missing", "code"), [("trl", 0), ("numpy.tests", 1)])
+def test_the_image_is_built_without_packages_of_other_extras_but_not_with_parts_missing(
+    missing: str, code: int, tmp_path: Path
+) -> None:
+    """The end of build.sh with a Python in which every import fails: there is no `trl` with EXTRAS=hf,embed."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f"""#!{sys.executable} -S
+import builtins, sys
+def fail(*_):
+    raise ModuleNotFoundError("No module named {missing!r}", name="{missing}")
+builtins.__import__ = fail
+exec(sys.argv[2])
+""")
+    python.chmod(0o755)
+    script = (ROOT / "container" / "build.sh").read_text()
+    end = script[script.index("# Byte code of what Stoker imports") :]
+    done = subprocess.run(["sh", "-euc", end], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr

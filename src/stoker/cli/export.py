@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     if found.fallen > found.limit:
         messages.print(
             f"stoker: a score fell by {found.fallen:.2f} points, more than the {found.limit:g} that this format may cost; use "
-            + ("--to onnx without --int8" if found.int8 else "--to safetensors")
+            + (f"--to {options.to} without --int8" if found.int8 else "--to safetensors")
         )
         return 1
     return 0

@@ -11,6 +11,7 @@ from typing import Any
 
 from stoker.cli import parsing
 from stoker.errors import UserError, first_line
+from stoker.user_files import require_run_folder
 
 __all__ = ["main"]
 
@@ -18,6 +19,8 @@ _EXAMPLES = """examples:
   stoker watch out/squad                     prints the address of the page; Ctrl-C ends
   ssh -L 8765:127.0.0.1:8765 node7           a run on another machine: there, stoker watch out/squad --port 8765
   stoker train qa ... --live                 the same page from the start of a run"""
+
+_ADVICE = "is it the --output_dir of a run?"
 
 
 def main(argv: list[str]) -> int:
@@ -42,12 +45,14 @@ def main(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     folder = Path(options.folder)
-    _check(folder, options.process)
+    is_empty = _check(folder, options.process)
     try:
         from stoker.run_report.live_server import LiveServer, Viewer
     except ImportError as error:
         raise UserError(f"stoker watch needs Jinja2: pip install 'stoker[report]' ({first_line(error)})") from None
     server = LiveServer(Viewer(folder, process=options.process), options.host, options.port)
+    if is_empty:
+        print(f"stoker: {folder / 'run.jsonl'} is still empty; the page shows the run when it begins", file=sys.stderr)
     if options.host != "127.0.0.1":
         print(f"stoker: the page is served to {options.host}, without encryption", file=sys.stderr)
     print(f"watch it at {server.address}", flush=True)
@@ -59,27 +64,25 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _check(folder: Path, process: int | None) -> None:
-    if not folder.is_dir():
-        raise UserError(f"the folder {folder} does not exist")
+def _check(folder: Path, process: int | None) -> bool:
+    """Raises UserError if there is nothing to watch; otherwise whether the log is still empty."""
+    require_run_folder(folder)
     if process is not None:  # its log is still to come
         from stoker.process_life import parent_and_start
 
         if process >= 1 << 31 or not parent_and_start(process)[1]:
             raise UserError(f"--process {process}: there is no such process")
-        return
+        return False
     from stoker.run_report.log import NAME, require_regular
 
     try:
-        size = require_regular(folder / NAME).st_size
+        return not require_regular(folder / NAME).st_size
     except FileNotFoundError:
-        raise UserError(
-            f"{folder} has no run.jsonl, the log of a training run; is it the --output_dir of a run?"
-        ) from None
+        trials = sorted(log.parent for log in folder.glob(f"trial-[0-9]*/{NAME}"))
+        advice = f"it has the trials of a search; watch one of them, such as {trials[-1]}" if trials else _ADVICE
+        raise UserError(f"{folder} has no run.jsonl, the log of a training run; {advice}") from None
     except OSError as error:
         raise UserError(f"{folder / NAME} cannot be read: {error.strerror}") from None
-    if not size:
-        print(f"stoker: {folder / NAME} is still empty; the page shows the run when it begins", file=sys.stderr)
 
 
 def _interrupt(*_: Any) -> None:

@@ -81,7 +81,9 @@ def load_encoder(source: Source) -> Encoder:
         )
         local = os.path.isdir(source.name)
         whole = (
-            loaded(Loader(kind), "model", source.name, flag="RUN", device="cpu", local_files_only=local).eval().float()
+            loaded(Loader(kind, source.name), "model", source.name, flag="RUN", device="cpu", local_files_only=local)
+            .eval()
+            .float()
         )
         if whole.transformers_model is None:
             raise UserError(f"{source.name} contains no transformer, and cannot be exported")

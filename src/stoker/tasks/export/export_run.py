@@ -31,7 +31,7 @@ def target_of(name: str, to: str, int8: bool, output_dir: str | None) -> Path:
     folder = Path(name)
     if not folder.exists():
         raise UserError(
-            f"--output_dir is missing: {name} is not a local folder, beside which the export could be written"
+            f"there is no folder {name}; name the folder of a run, or, for a model on the hub, add --output_dir for the export"
         )
     return (folder if folder.is_dir() else folder.parent) / (f"{to}-int8" if int8 else to)
 

@@ -61,7 +61,9 @@ def find_source(name: str, validation_file: str | None) -> Source:
             and not any(folder.glob("*.gguf")):  # fmt: skip
         what = "a run without a saved model" if (folder / "run.jsonl").exists() else "neither a run nor a model"
         raise UserError(f"{name} is {what}: it has no config.json; name the --output_dir of a finished run")
-    kind = model_kind(name)
+    kind = model_kind(
+        name, "only encoders with a head, embedding models, rerankers and language models can be exported"
+    )
     return Source(name, kind, _evaluation(folder, _TASKS[kind], validation_file))
 
 

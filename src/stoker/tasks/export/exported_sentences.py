@@ -31,8 +31,8 @@ class _ExportedTransformer(Transformer):  # type: ignore[misc]
         return load_exported(Path(model_name_or_path) / (rest.get("subfolder") or ""), config)
 
 
-def load_exported_sentences(sentence_class: Any, folder: Path, **options: Any) -> Any:
+def load_exported_sentences(sentence_class: Any, folder: str, **options: Any) -> Any:
     """A SentenceTransformer or CrossEncoder, as `sentence_class` says, from a folder that `stoker export` has written."""
     require("exported embedding models")
-    first = json.loads((folder / "modules.json").read_text(encoding="utf-8"))[0]["type"]
-    return sentence_class._load_with_module_classes(str(folder), {first: _ExportedTransformer}, **options)
+    first = json.loads((Path(folder) / "modules.json").read_text(encoding="utf-8"))[0]["type"]
+    return sentence_class._load_with_module_classes(folder, {first: _ExportedTransformer}, **options)
