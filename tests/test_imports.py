@@ -20,6 +20,7 @@ EXCEPTIONS = {
     ("__init__.py", "hf"): "the public API, imported when a name is first used",
     ("__init__.py", "model"): "the public API, imported when a name is first used",
     ("__init__.py", "machine"): "the public API, imported when a name is first used",
+    ("distributed/__init__.py", "launch"): "`setup` is public, and imported when it is first used",
     ("__main__.py", "cli"): "`python -m stoker` is the command",
     ("plan/subject.py", "tasks"): "loads a configuration with the same checks and messages as `stoker train`",
 }

@@ -20,7 +20,15 @@ from typing import IO
 
 from stoker.errors import UserError
 
-__all__ = ["MIB", "check_replaceable", "read_bytes", "read_standard_input", "read_text", "stream_bytes"]
+__all__ = [
+    "MIB",
+    "check_replaceable",
+    "read_bytes",
+    "read_standard_input",
+    "read_text",
+    "require_run_folder",
+    "stream_bytes",
+]
 
 MIB = 1 << 20
 _PATIENCE = 10.0
@@ -137,6 +145,14 @@ def read_standard_input(what: str, *, limit: int) -> str:
     if len(text) > limit:
         raise UserError(f"{what} is longer than {limit / 1e6:.0f} MB")
     return text
+
+
+def require_run_folder(folder: Path) -> None:
+    """Raises UserError unless this is a folder."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; name the folder of a run, its --output_dir")
+    if not folder.is_dir():
+        raise UserError(f"the folder {folder} does not exist")
 
 
 def check_replaceable(path: str | os.PathLike[str], what: str) -> Path:

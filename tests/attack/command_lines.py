@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import random
 from pathlib import Path
 
@@ -27,9 +28,9 @@ _SIMPLE = {
              "--bandwidth"],
     "env": [],
     "help": [],
-    "train": ["qa", "classify", "ner", "mlm", "embed", "rerank", "sft", "--help", "--help-all"],
+    "train": ["qa", "classify", "fewshot", "ner", "mlm", "embed", "rerank", "sft", "--help", "--help-all"],
 }  # fmt: skip
-TASKS = ("qa", "classify", "ner", "mlm", "embed", "rerank", "sft")
+TASKS = ("qa", "classify", "fewshot", "ner", "mlm", "embed", "rerank", "sft")
 GOOD_FILES = ("llm", "train.json", "dev.json", "train.tsv", "dev.tsv", "train.jsonl", "dev.jsonl", "train.conll", "dev.conll",
               "train.txt", "train.pairs.jsonl", "dev.pairs.jsonl")  # fmt: skip
 _PLAUSIBLE = ["1", "2", "3", "0.5", "bf16", "auto", "no", "yes", "true", "10gbit", "1..4", "1,2", "model", "run", "s.py", "new",
@@ -113,6 +114,8 @@ def launch(r: random.Random, base: Path) -> Case:
         if r.random() < 0.05:
             name, takes = odd.word(r), r.random() < 0.5
         argv += [f"{name}={_value(r)}"] if takes and r.random() < 0.2 else [name, _value(r)] if takes else [name]
+    if r.random() < 0.2:
+        argv += ["--emit", r.choice(("slurm", "kubernetes", "trainjob", "pytorchjob", "mpijob")), "--emit_image", "x"]
     if r.random() < 0.8:
         argv.append("--dry-run")
     argv += r.choice(
@@ -128,35 +131,29 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_RANK"
               "MASTER_PORT", "OMP_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "COLUMNS", "TERM", "LD_PRELOAD_",
               "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HF_HOME", "STOKER_CACHE_DIR", "STOKER_ISA", "STOKER_LAUNCH_SILENCE",
               "STOKER_LINEAR_ENGINE", "STOKER_LOCAL_SGD", "STOKER_GRADIENT_COMPRESSION", "ACCELERATE_MIXED_PRECISION", "PATH",
-              "HOME", "TMPDIR", "NO_COLOR", "SLURM_CPUS_ON_NODE", "PET_NNODES", "PET_NODE_RANK")  # fmt: skip
+              "HOME", "TMPDIR", "NO_COLOR", "SLURM_CPUS_ON_NODE", "SLURM_CPU_BIND_LIST", "SLURM_RESTART_COUNT", "STOKER_RUN_ID",
+              "PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ENDPOINT",
+              "PET_MAX_RESTARTS")  # fmt: skip
 
 
 def rank_variables(r: random.Random, base: Path) -> Case:
     """Environment variables that launchers, batch systems and users leave set."""
     chosen = r.sample(_VARIABLES, r.choice((1, 1, 2, 4, 8)))
     variables: dict[str, str | None] = {name: _value(r).replace("\0", "") for name in chosen}
-    argv = r.choice((["launch", "--dry-run", "s.py"], ["launch", "-n", "2", "--dry-run", "s.py"], ["launch", "s.py"],
-                     ["doctor", "--no-rates"], ["doctor", "--no-rates", "--json"], ["env"], ["config", "show"],
-                     ["config", "--yes", "--config_file", "new.yaml"], ["--version"]))  # fmt: skip
+    argv = r.choice((["launch", "--dry-run", "s.py"], ["launch", "-n", "2", "--dry-run", "s.py"],
+                     ["launch", "--rdzv_timeout", "1", "s.py"], ["doctor", "--no-rates"], ["doctor", "--no-rates", "--json"],
+                     ["env"], ["config", "show"], ["config", "--yes", "--config_file", "new.yaml"], ["--version"]))  # fmt: skip
     return Case(argv, _files(base), variables=variables, writes=("*",), codes=(0, 2))
 
 
 @functools.cache
 def _train_options(task: str) -> tuple[tuple[str, bool], ...]:
-    from stoker.tasks.classify.fine_tune import ClassifyOptions
-    from stoker.tasks.embed import fine_tune as embed
-    from stoker.tasks.mlm.fine_tune import MlmOptions
-    from stoker.tasks.ner.fine_tune import NerOptions
-    from stoker.tasks.qa.fine_tune import QaOptions
-    from stoker.tasks.rerank import fine_tune as rerank
-    from stoker.tasks.sft import fine_tune as sft
     from stoker.tasks.training_options import OptionParser
 
-    kinds = {"qa": QaOptions, "classify": ClassifyOptions, "ner": NerOptions, "mlm": MlmOptions, "sft": sft.SftOptions,
-             "embed": embed.EmbedOptions, "rerank": rerank.RerankOptions}  # fmt: skip
-    others = {"sft": sft, "embed": embed, "rerank": rerank}
-    arguments = {"arguments": others[task].arguments_of([])} if task in others else {}
-    actions = OptionParser(f"train {task}", kinds[task], **arguments)._option_string_actions
+    module = importlib.import_module(f"stoker.tasks.{task}.fine_tune")
+    options = getattr(module, f"{task.capitalize()}Options")
+    arguments = {"arguments": module.arguments_of([])} if hasattr(module, "arguments_of") else {}
+    actions = OptionParser(f"train {task}", options, **arguments)._option_string_actions
     return tuple(
         (name, action.nargs != 0)
         for name, action in actions.items()
@@ -172,10 +169,10 @@ def good_training(task: str) -> list[list[str]]:
             ["--output_dir", "out"], ["--max_steps", "2"], ["--max_length", "96"], ["--per_device_train_batch_size", "4"],
             ["--report_to", "none"], ["--samples", "0"],
         ]  # fmt: skip
-    if task in ("embed", "rerank"):
+    if task in ("embed", "rerank", "fewshot"):
+        data = "tsv" if task == "fewshot" else "pairs.jsonl"
         return [
-            ["--model_name_or_path", "model"], ["--train_file", "train.pairs.jsonl"],
-            ["--validation_file", "dev.pairs.jsonl"],
+            ["--model_name_or_path", "model"], ["--train_file", f"train.{data}"], ["--validation_file", f"dev.{data}"],
             ["--output_dir", "out"], ["--max_steps", "2"], ["--max_seq_length", "48"],
             ["--per_device_train_batch_size", "4"], ["--report_to", "none"], ["--samples", "0"],
         ]  # fmt: skip

@@ -69,14 +69,19 @@ def data_file(r: random.Random, base: Path) -> Case:
     options = [option for option in options if option[0] != flag] + [[flag, name]]
     if flag == "--test_file":
         options.append(["--do_predict"])
-    if flag != "--train_file" and task not in ("sft", "embed", "rerank"):  # these train unless told otherwise
+    if flag != "--train_file" and task not in (
+        "sft",
+        "embed",
+        "rerank",
+        "fewshot",
+    ):  # these train unless told otherwise
         options = [option for option in options if option[0] not in ("--do_train", "--train_file", "--max_steps")]
     for extra in (["--strict"], ["--version_2_with_negative"], ["--do_regression"], ["--text_column_names", "sentence"],
                   ["--label_column_name", "label"], ["--max_train_samples", "3"]):  # fmt: skip
         only_classify = "_column" in extra[0] or extra[0] == "--do_regression"
         belongs = "qa" if extra[0] == "--version_2_with_negative" else "classify" if only_classify else task
         belongs = "ner" if task == "ner" and extra[0] == "--label_column_name" else belongs
-        belongs = task if task in ("embed", "rerank") and "_column" in extra[0] else belongs
+        belongs = task if task in ("embed", "rerank", "fewshot") and "_column" in extra[0] else belongs
         if r.random() < 0.1 and belongs == task:
             options.append(extra)
     return Case(["train", task, *flat(options)], files, links, writes=("out",), codes=(0, 1, 2))
@@ -86,7 +91,7 @@ def _content(r: random.Random, task: str, suffix: str) -> bytes:
     if task == "qa" and suffix == "json" and r.random() < 0.5:
         return _dump(_spoil(r, squad(12)))
     tables = {
-        "qa": lambda: [_flat(number) for number in range(12)], "classify": lambda: rows(12),
+        "qa": lambda: [_flat(number) for number in range(12)], "classify": lambda: rows(12), "fewshot": lambda: rows(12),
         "sft": lambda: chats(12) if r.random() < 0.7 else [{"instruction": "Who?", "input": "", "output": "Ada"}] * 12,
         "ner": lambda: entities(12) if r.random() < 0.5 else [{"tokens": ["Ada", "wrote"], "tags": ["B-PER", "O"]}] * 12,
         "mlm": lambda: [{"text": row["sentence"]} for row in rows(40)],

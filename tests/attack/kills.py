@@ -36,6 +36,7 @@ _TASKS = {
     "classify": ["--group_by_length", "True", "--metric_for_best_model", "accuracy", "--eval_strategy", "steps",
                  "--eval_steps", "2", "--load_best_model_at_end", "True"],
     "embed": ["--loss", "CachedMultipleNegativesRankingLoss", "--mini_batch_size", "2"],
+    "fewshot": ["--sampling_strategy", "unique", "--examples_per_class", "4"],
     "mlm": ["--masking", "words", "--mlm_probability", "0.3", "--gradient_accumulation_steps", "2"],
 }  # fmt: skip
 
@@ -116,7 +117,9 @@ def _leave_alone(task: str, fork: Fork, folder: Path, work: Path) -> Undisturbed
 
 
 def weights_of(folder: Path) -> str:
-    return hashlib.sha256((folder / "cwd" / "out" / "model.safetensors").read_bytes()).hexdigest()
+    """A hash of the model; that of `fewshot` has a second file, its classifier."""
+    files = sorted((folder / "cwd" / "out").glob("*.safetensors"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _train(task: str, folder: Path, moment: tuple[str, float, float] | None) -> int:

@@ -26,7 +26,7 @@ _TIME = 1_700_000_000.25
 GOOD: list[dict[str, Any]] = [
     {"kind": "start", "resumed_at": None, "task": "qa", "title": "A title", "model": "org/bert", "command": "stoker train qa",
      "versions": {"stoker": "1"}, "arguments": {"learning_rate": 3e-5}, "agents": [7], "processes": [8],
-     "process": {"id": 7, "started": "8", "space": "9"},
+     "job": "slurm rig 7", "process": {"id": 7, "started": "8", "space": "9"},
      "machine": {"cpu": "A CPU", "system": "Linux", "cores": 2, "threads": 2, "memory": 16e9, "gflops": 160.0}},
     {"kind": "model", "name": "/some/where", "type": "BertForQuestionAnswering", "parameters": 1000, "steps": 3},
     {"kind": "applied", "parts": [["layer", "BertLayer", 2]], "left_alone": [["x", "why"]], "settings": {"precision": "fp32"}},

@@ -91,6 +91,7 @@ def _import_everything() -> None:
              "stoker.tasks.qa.fine_tune", "stoker.tasks.qa.question_answerer", "stoker.tasks.classify.fine_tune",
              "stoker.tasks.ner.fine_tune", "stoker.tasks.mlm.masked_trainer", "stoker.tasks.mlm.fine_tune", "seqeval.metrics",
              "stoker.tasks.embed.fine_tune", "stoker.tasks.rerank.fine_tune", "stoker.tasks.sentences.st_trainers",
+             "stoker.tasks.fewshot.fine_tune", "stoker.tasks.fewshot.fewshot_trainer", "setfit",
              "stoker.tasks.demo.demo_run", "stoker.tasks.demo.sft_demo", "stoker.run_report.page", "stoker.launch.start",
              "stoker.plan.link_rates",
              "stoker.plan.draw", "pyarrow.parquet", "transformers.integrations", "stoker.tasks.card", "torch.utils.data",

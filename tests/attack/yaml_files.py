@@ -59,6 +59,7 @@ def config_file(r: random.Random) -> Case:
         ["launch", "--config_file", name, "-n", "2", "--dry-run", "--oversubscribe", "s.py"],
         ["launch", "--config_file", name, "--emit", "slurm", "s.py"],
         ["launch", "--config_file", name, "--emit", "kubernetes", "--emit_image", "x", "s.py"],
+        ["launch", "--config_file", name, "--emit", r.choice(("trainjob", "pytorchjob", "mpijob")), "--emit_image", "x", "s.py"],
     ))  # fmt: skip
     codes = (0, 1, 2) if command[1] == "check" else (0, 2)
     return Case(command, files, writes=("new.yaml", "c.migrated.yaml"), codes=codes)

@@ -18,8 +18,8 @@ from stoker.cli.commands import COMMANDS
 
 NUMBERS = ["inf", "-inf", "nan", "NaN", "1e999", "9" * 5000, "-" + "9" * 5000, "0x" + "f" * 20, str(2**64)]
 NAMES = ["\udcff", "a\0b"]
-CALLS = [[command.name] for command in COMMANDS if command.name not in ("train",)]
-CALLS += [["config", "show"], ["config", "check"], ["config", "migrate"]]
+CALLS = [[command.name] for command in COMMANDS if command.name not in ("train", "tune")]
+CALLS += [["config", "show"], ["config", "check"], ["config", "migrate"], ["tune", "qa"]]
 
 
 class Stop(Exception):
@@ -37,6 +37,7 @@ def parsers() -> list[argparse.ArgumentParser]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parsing.Parser, "parse_args", catch)
+        patch.setattr(parsing.Parser, "parse_known_args", catch)
         for words in CALLS:
             module = importlib.import_module(next(one.module for one in COMMANDS if one.name == words[0]))
             with pytest.raises(Stop):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from rig import warm
 from stoker.cli import main
 from stoker.run_report.log import read_run
 from stoker.tasks.demo import speed
 from stoker.tasks.demo.demo_run import _affordable
+from tasks.task_runs import STOPPED
 
 
 def test_the_demo_shows_before_and_after_three_answers_and_a_report(
@@ -30,6 +36,24 @@ def test_the_demo_shows_before_and_after_three_answers_and_a_report(
     (out / "stale").mkdir()
     assert main(words) == 0, "a second time replaces the first"
     assert not (out / "stale").exists()
+    again = tmp_path / "again"
+    assert main(["train", str(out / "recipe.yaml"), "--output_dir", str(again)]) == 0
+    first, second = (one.evaluations[-1]["eval_f1"] for one in (read_run(out), read_run(again)))
+    assert first == pytest.approx(second, abs=1e-6), "its recipe repeats the training"
+
+
+def test_a_demo_that_is_stopped_prints_the_command_that_resumes_it(bert: Path, tmp_path: Path) -> None:
+    words = ["demo", "--model", str(bert), "--questions", "36", "--no-compare", "--output_dir", str(tmp_path / "demo")]
+    stopped = warm.run(
+        [sys.executable, "-c", STOPPED, "2", str(int(signal.SIGTERM)), *words],
+        capture_output=True, text=True, timeout=300, transformers=True,
+    )  # fmt: skip
+    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr[-2000:]
+    command = re.search(r"To resume:\n *(.*)", stopped.stdout + stopped.stderr)
+    assert command is not None
+    argv = shlex.split(command[1])
+    assert main(argv[argv.index("train") :]) == 0
+    assert read_run(tmp_path / "demo").finished
 
 
 @pytest.mark.parametrize("name", ["train.json", "mine.txt"])

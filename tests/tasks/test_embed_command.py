@@ -188,6 +188,7 @@ def test_mined_negatives_are_near_texts_of_the_corpus_that_are_not_answers(
     before = torch.get_rng_state()
     found = mine_negatives(rows, model, corpus, 2, margin=0.0, skip=0, fresh=True)
     assert torch.equal(torch.get_rng_state(), before)
+    assert capsys.readouterr().err == ""  # progress bars are for terminals
     assert found.columns.texts == ("question", "context", "negative_1", "negative_2")
     contexts = rows.column(1) + corpus
     similar = model.similarity(model.encode(rows.column(0)), model.encode(contexts))

@@ -162,7 +162,8 @@ def test_openvino_in_int8_tags_as_the_original(root: Path, capsys: pytest.Captur
         ("classify", ["--to", "onnx", "--validation_file", "nowhere.tsv"], "nowhere.tsv does not exist"),
         ("empty", ["--to", "onnx"], "is neither a run nor a model: it has no config.json"),
         ("killed", ["--to", "onnx"], "is a run without a saved model"),
-        ("nowhere/model", ["--to", "onnx"], "--output_dir is missing"),
+        ("nowhere/model", ["--to", "onnx"], "name the folder of a run, or, for a model on the hub, add --output_dir"),
+        ("pictures", ["--to", "onnx"], "is ViTForImageClassification, which is not supported; only encoders"),
     ],
 )
 def test_what_cannot_be_exported_gets_one_sentence_and_leaves_nothing(
@@ -175,6 +176,8 @@ def test_what_cannot_be_exported_gets_one_sentence_and_leaves_nothing(
         model.mkdir()
     if kind == "killed":
         (model / "run.jsonl").write_text("")
+    if kind == "pictures":
+        transformers.ViTConfig(architectures=["ViTForImageClassification"]).save_pretrained(model)
     before = sorted(tmp_path.rglob("*"))
     assert main(["export", str(model), *(word.format(root=tmp_path, model=model) for word in words)]) == 2
     error = capsys.readouterr().err

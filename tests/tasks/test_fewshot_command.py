@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from rig import warm
 from stoker.cli import main
 from tasks.models import save_tiny_bert
 from tasks.sentence_files import COLOURS, rows_of, write_lines
+from tasks.task_runs import STOPPED, entries
 
 SCRIPT = """
 import json, sys
@@ -84,11 +86,6 @@ def command(bert: Path, data: Path, out: Path, *more: str) -> list[str]:
         "train", "fewshot", "--model_name_or_path", str(bert), "--train_file", str(data), "--output_dir", str(out),
         "--report_to", "none", *more,
     ]  # fmt: skip
-
-
-def entries(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
-    return [one for one in found if one["kind"] == kind]
 
 
 def losses(history: list[dict[str, Any]], name: str) -> list[float]:
@@ -158,6 +155,22 @@ def test_the_card_shows_how_to_classify_without_stoker(
     (found,) = used(trained, capsys, "--text", "One sentence.")
     exec(compile(code, "card", "exec"), {})
     assert capsys.readouterr().out.strip() == found["found"][0]["label"]
+
+
+def test_a_model_on_the_hub_is_recognised_as_a_classifier(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here,) = used(trained, capsys, "--text", "One sentence.")
+    repository, commit = tmp_path / "hub" / "models--somebody--colours", "0" * 40
+    shutil.copytree(trained, repository / "snapshots" / commit, ignore=shutil.ignore_patterns("checkpoint-*"))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    done = warm.run(
+        [sys.executable, "-m", "stoker", "use", "--model", "somebody/colours", "--text", "One sentence.", "--json"],
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == here
 
 
 class Trap:
@@ -262,20 +275,6 @@ def test_pairs_are_those_of_setfit(strategy: str, iterations: int | None, most: 
         assert len(expected) == count_pairs(classes, strategy, iterations)
 
 
-STOPPED = """
-import os, signal, sys
-from stoker.cli import main
-from stoker.tasks.sentences.st_trainers import EmbeddingTrainer
-step = EmbeddingTrainer.training_step
-def stopped(self, *args, **named):
-    if self.state.global_step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *args, **named)
-EmbeddingTrainer.training_step = stopped
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 def test_a_killed_run_resumes_to_bitwise_the_same_weights_and_classifier(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +287,7 @@ def test_a_killed_run_resumes_to_bitwise_the_same_weights_and_classifier(
     usual = ["--max_steps", "8", "--save_steps", "2", "--learning_rate", "1e-3", "--samples", "0"]
     assert main(command(bert, rows, tmp_path / "whole", *usual)) == 0
     again = command(bert, rows, tmp_path / "parts", *usual)
-    words = [sys.executable, "-c", STOPPED, *again]
+    words = [sys.executable, "-c", STOPPED, "5", str(int(signal.SIGKILL)), *again]
     done = warm.run(words, capture_output=True, text=True, timeout=300, transformers=True)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     with monkeypatch.context() as patch:

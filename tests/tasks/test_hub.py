@@ -15,6 +15,7 @@ import pytest
 
 from stoker.cli import main
 from stoker.tasks.demo.world import make_world
+from tasks.language_models import chat, save_tiny_llama
 from tasks.models import save_tiny_bert
 
 REAL = pytest.mark.skipif(
@@ -42,6 +43,8 @@ def pair(number: int) -> dict[str, Any]:
 PAIRS = [{"sentence1": f"a {n}", "sentence2": f"b {n}", "label": n % 2, "idx": n} for n in range(16)]
 TAGGED = [{"tokens": ["Ada", "wrote", str(n)], "ner_tags": ["B-PER", "O", "O"]} for n in range(16)]
 TEXTS = [{"text": f"A text about the number {n}."} for n in range(40)]
+CHATS = [{"messages": chat(n)} for n in range(16)]
+PREFERENCES = [{"prompt": f"Colour {n}?", "chosen": "It is red.", "rejected": "It is green."} for n in range(16)]
 WINDOW = ["--max_seq_length", "96", "--doc_stride", "16"]
 
 
@@ -130,6 +133,8 @@ def test_hub_labels_may_be_missing_or_regression_targets() -> None:
         ("mlm", TEXTS, ["--max_seq_length", "16"], "perplexity"),
         ("embed", PAIRS, ["--samples", "0"], "cosine_ap"),
         ("rerank", PAIRS, ["--samples", "0"], "average_precision"),
+        ("sft", CHATS, ["--samples", "0"], "perplexity"),
+        ("sft", PREFERENCES, ["--samples", "0", "--dpo"], "rewards/accuracies"),
     ],
 )
 def test_a_data_set_in_a_folder_is_read_by_the_real_package(
@@ -142,6 +147,8 @@ def test_a_data_set_in_a_folder_is_read_by_the_real_package(
 ) -> None:
     if task in ("embed", "rerank"):
         pytest.importorskip("sentence_transformers", reason="needs the extra embed")
+    if task == "sft":
+        pytest.importorskip("trl", reason="needs the extra sft")
     (tmp_path / "data").mkdir()
     for split in ("train", "validation"):
         parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data" / f"{split}.parquet")
@@ -155,8 +162,8 @@ def trained_f1(folder: Path, words: list[str]) -> float:
 
 
 def trained_score(folder: Path, words: list[str], score: str) -> float:
-    bert = save_tiny_bert(folder / "bert")
-    shared = ["--model_name_or_path", str(bert), "--do_train", "--do_eval", "--max_steps", "1", "--report_to", "none"]
+    model = save_tiny_llama(folder / "llama") if words[0] == "sft" else save_tiny_bert(folder / "bert")
+    shared = ["--model_name_or_path", str(model), "--do_train", "--do_eval", "--max_steps", "1", "--report_to", "none"]
     assert main(["train", *words, *shared, "--output_dir", str(folder / "out")]) == 0
     return float(json.loads((folder / "out" / "eval_results.json").read_text())[f"eval_{score}"])
 

@@ -15,6 +15,7 @@ import transformers
 
 from stoker.errors import UserError
 from stoker.tasks import token_store
+from stoker.tasks.faults import Faults
 from stoker.tasks.mlm import texts
 from stoker.tasks.mlm.features import TextRows, make_rows, tokenize_sources
 from stoker.tasks.mlm.masking import MaskingCollator, Words
@@ -105,6 +106,7 @@ def test_tokens_come_from_the_cache_until_texts_or_tokenizer_change(
         assert found.ids.dtype == np.uint16
         return found.ids.tolist()
 
+    wordpiece().backend_tokenizer.enable_truncation(8)  # as another use of the tokenizer in this process may leave it
     first = ids()
     assert ids() == first
     assert len(said) == 1
@@ -297,3 +299,15 @@ def test_old_tokens_leave_the_cache_in_time(tmp_path: Path, monkeypatch: pytest.
     left = {path.stem for path in (tmp_path / "cache" / "features").iterdir()}
     assert len(left) == 1
     assert token_store._load(left.pop()) is not None
+
+
+@pytest.mark.parametrize("between", [" ", ""], ids=["spaces", "no spaces"])
+def test_a_line_of_any_length_is_read_piece_by_piece(between: str, tmp_path: Path) -> None:
+    text = between.join(["Fl\u00fcsse", "\u6cb3\u5ddd", "rivers"] * 600_000)
+    path = tmp_path / "one-line.txt"
+    path.write_text(text, encoding="utf-8")
+    faults = Faults(str(path))
+    parts = list(FileTexts(path).texts(faults))
+    assert faults.count == 0
+    assert max(sum(map(len, part)) for part in parts) <= 5 << 20
+    assert between.join(itertools.chain(*parts)).split() == text.split()

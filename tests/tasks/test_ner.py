@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from stoker.errors import UserError
 from stoker.tasks.faults import Faults
@@ -15,6 +17,7 @@ from stoker.tasks.ner.data import Columns, Sentence, read_sentences, split_words
 from stoker.tasks.ner.features import IGNORED, make_rows
 from stoker.tasks.ner.metrics import entities_of, measure
 from stoker.tasks.ner.predictions import write_predictions
+from stoker.tasks.ner.tagger import Tagger
 from stoker.tasks.ner.tags import Scheme, iob2, recognise
 from tasks.models import byte_level, wordpiece
 
@@ -248,3 +251,46 @@ def test_the_real_wnut17_is_read_completely(data: Path) -> None:
         assert len(found) == sentences
         assert recognise(one.tags or () for one in found) == IOB2
         assert sum(tag.startswith("B-") for one in found for tag in one.tags or ()) == entities
+
+
+class FirstPieces:
+    """A model as training leaves it: it knows the tag of each word's first piece, and calls every other piece a place."""
+
+    def __init__(self, tokenizer: Any, prefixes: str, words: dict[str, str], positions: int = 512) -> None:
+        names = ["O", *(f"{prefix}-{kind}" for kind in ("LOC", "PER") for prefix in prefixes)]
+        self.config = transformers.BertConfig(id2label=dict(enumerate(names)), max_position_embeddings=positions)
+        self.labels = {
+            tokenizer(word, add_special_tokens=False)["input_ids"][0]: names.index(tag) for word, tag in words.items()
+        }
+        self.pieces = {number for token, number in tokenizer.get_vocab().items() if token.startswith("##")}
+        self.place = names.index("B-LOC")
+
+    def __call__(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        best = [
+            [self.place if one in self.pieces else self.labels.get(one, 0) for one in row] for row in input_ids.tolist()
+        ]
+        logits = 9.0 * torch.nn.functional.one_hot(torch.tensor(best), len(self.config.id2label))
+        return transformers.modeling_outputs.TokenClassifierOutput(logits=logits)
+
+
+@pytest.mark.parametrize("prefixes", ["BI", "BIES", "BILU"], ids=["IOB2", "IOBES", "BILOU"])
+@pytest.mark.parametrize("times", [1, 30], ids=["short", "longer than the model takes"])
+def test_entities_are_whole_words_whatever_is_predicted_for_their_other_pieces(prefixes: str, times: int) -> None:
+    tokenizer = wordpiece()
+    begin, inside, end, single = prefixes if len(prefixes) == 4 else "BIIB"
+    words = {"Quozabfengri": f"{begin}-PER", "Grigrifentor": f"{inside}-PER", "Zabmarquo": f"{end}-PER",
+             "Torwickmarlen": f"{single}-LOC"}  # fmt: skip
+    assert all(len(tokenizer(word, add_special_tokens=False)["input_ids"]) > 1 for word in words)
+    model = FirstPieces(tokenizer, prefixes, words, positions=64)
+    text = "Yesterday Quozabfengri Grigrifentor Zabmarquo, went to Torwickmarlen.  " * times
+    found = Tagger(model, tokenizer)(text)
+    assert [(one.label, text[one.begin : one.end]) for one in found] == [
+        ("PER", "Quozabfengri Grigrifentor Zabmarquo"),
+        ("LOC", "Torwickmarlen"),
+    ] * times
+    assert all(0.99 < one.score <= 1 for one in found)
+
+
+@pytest.mark.parametrize("text", ["", "  ", "\u200b", "\x00"])
+def test_a_text_without_words_has_no_entities(text: str) -> None:
+    assert Tagger(FirstPieces(wordpiece(), "BI", {}), wordpiece())(text) == []

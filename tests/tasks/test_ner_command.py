@@ -157,7 +157,9 @@ def test_iobes_spans_windows_and_data_of_the_hub(
     assert list(json.loads((out / "config.json").read_text())["id2label"].values()) == names
     predicted = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
     assert [len(row["ner_tags"]) for row in predicted] == [len(one) for one in words]
-    assert "on 12 sentences" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "data: 12 sentences, IOBES, entities of 2 types (LOC, PER)" in printed
+    assert "on 12 sentences" in printed
 
 
 def test_mistakes_in_the_data_are_one_sentence(bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from rig import warm
 from stoker.hf.secrets import HIDDEN
 from tasks.fake_hub import FakeHub, fake_hub
+from tasks.language_models import save_tiny_llama, write_chats
 from tasks.models import save_tiny_bert
 
 TOKEN = "hf_not_to_be_seen"
@@ -29,9 +30,12 @@ def hub() -> Iterator[FakeHub]:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     save_tiny_bert(folder / "bert")
+    save_tiny_llama(folder / "llama")
+    write_chats(folder / "chats.jsonl", count=16)
     (folder / "rows.tsv").write_text(
         "sentence1\tsentence2\tlabel\n" + "".join(f"a {n}\tb {n}\t{n % 2}\n" for n in range(16))
     )
+    (folder / "classes.tsv").write_text("text\tlabel\n" + "".join(f"a text {n}\t{n % 2}\n" for n in range(16)))
     tagged = {"tokens": ["Ada", "wrote"], "ner_tags": ["B-PER", "O"]}
     (folder / "tagged.jsonl").write_text("\n".join([json.dumps(tagged)] * 16))
     (folder / "texts.txt").write_text("\n".join(f"A text about the number {n}." for n in range(40)))
@@ -42,9 +46,10 @@ def train(
     files: Path, out: Path, endpoint: str, *more: str, task: str = "classify"
 ) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the hub's library reads its address once, when it is imported."""
-    data = str(files / {"ner": "tagged.jsonl", "mlm": "texts.txt"}.get(task, "rows.tsv"))
+    own = {"ner": "tagged.jsonl", "mlm": "texts.txt", "fewshot": "classes.tsv", "sft": "chats.jsonl"}
+    data = str(files / own.get(task, "rows.tsv"))
     words = [
-        "train", task, "--model_name_or_path", str(files / "bert"), "--train_file", data,
+        "train", task, "--model_name_or_path", str(files / ("llama" if task == "sft" else "bert")), "--train_file", data,
         "--validation_file", data, "--do_train", "--do_eval", "--max_steps", "2", "--report_to", "none",
         "--save_strategy", "no", "--output_dir", str(out), "--push_to_hub", "--hub_token", TOKEN, *more,
     ]  # fmt: skip
@@ -65,14 +70,15 @@ PARTS = {
     "mlm": (),
     "embed": ("modules.json", "1_Pooling/config.json"),
     "rerank": ("modules.json",),
+    "fewshot": ("modules.json", "model_head.safetensors", "config_setfit.json"),
 }
 """What belongs to the model of a task beside what every model has."""
 
 
 @pytest.mark.parametrize("task", PARTS)
 def test_model_card_and_report_reach_the_hub(hub: FakeHub, files: Path, tmp_path: Path, task: str) -> None:
-    if task in ("embed", "rerank"):
-        pytest.importorskip("sentence_transformers", reason="needs the extra embed")
+    if PARTS[task]:
+        pytest.importorskip("setfit" if task == "fewshot" else "sentence_transformers", reason="needs an extra")
     more = ["--max_seq_length", "16"] if task == "mlm" else ["--samples", "0"] if PARTS[task] else []
     done = train(files, tmp_path / "paraphrases", hub.address, *more, task=task)
     assert done.returncode == 0, done.stderr
@@ -84,6 +90,27 @@ def test_model_card_and_report_reach_the_hub(hub: FakeHub, files: Path, tmp_path
     assert b"/tmp" not in pushed["README.md"].partition(b"\n---\n")[0]
     assert hub.commits == ["End of training"]
     assert b'"somebody/paraphrases"' in pushed["README.md"]
+    assert not [name for name in pushed if name.startswith((".", "_", "checkpoint-"))]
+
+
+@pytest.mark.parametrize(
+    ("options", "model"),
+    [([], {"adapter_model.safetensors", "adapter_config.json"}), (["--full"], {"model.safetensors", "config.json"})],
+    ids=["LoRA", "full"],
+)
+def test_a_language_model_reaches_the_hub(
+    hub: FakeHub, files: Path, tmp_path: Path, options: list[str], model: set[str]
+) -> None:
+    pytest.importorskip("trl", reason="needs the extra sft")
+    done = train(files, tmp_path / "colours", hub.address, "--samples", "1", *options, task="sft")
+    assert done.returncode == 0, done.stderr
+    pushed = hub.repositories["somebody/colours"]
+    assert {*model, "tokenizer.json", "chat_template.jinja", "README.md", "report.html"} <= set(pushed), sorted(pushed)
+    for name in model:
+        assert pushed[name] == (tmp_path / "colours" / name).read_bytes()
+    assert b'"somebody/colours"' in pushed["README.md"]
+    assert hub.commits == ["End of training"]
+    assert not [name for name, content in pushed.items() if TOKEN.encode() in content]
     assert not [name for name in pushed if name.startswith((".", "_", "checkpoint-"))]
 
 

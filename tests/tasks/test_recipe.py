@@ -32,6 +32,21 @@ def test_a_recipe_is_read_as_its_arguments(write, tmp_path: Path) -> None:  # ty
     assert args.seed == 8
 
 
+@pytest.mark.parametrize("content", ["[a, b]", "a,b", "a, b"])
+def test_options_with_several_values_may_be_lists(content: str, tmp_path: Path) -> None:
+    from stoker.tasks.classify.fine_tune import ClassifyOptions
+
+    (tmp_path / "r.yaml").write_text(f"model_name_or_path: m\ntext_column_names: {content}\nseed: 3\n")
+    _, *argv = recipe.expand(["qa", str(tmp_path / "r.yaml")], TASKS)
+    parser = OptionParser("train classify", ClassifyOptions)
+    _, data, args = parser.read(argv)
+    assert ([name.strip() for name in data.text_column_names.split(",")], args.seed) == (["a", "b"], 3)
+    _, typed, _ = parser.read(["--model_name_or_path", "m", "--text-column-names", "a,", "b", "--seed", "3"])
+    assert typed.text_column_names == "a,b"
+    with pytest.raises(UserError, match="'b' is one value too many for the option before it"):
+        parser.read(["--model_name_or_path", "m", "--output_dir", "a", "b"])
+
+
 def test_a_recipe_may_name_its_task(tmp_path: Path) -> None:
     path = tmp_path / "r.yml"
     path.write_text("task: sft\nfull: true\n")

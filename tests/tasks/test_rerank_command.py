@@ -45,9 +45,12 @@ def test_each_kind_of_data_has_its_loss_and_evaluator(
     assert 0 < step["padding_avoided"] < 1
     assert {f"eval_{score}", "eval_loss", "train_loss"} <= set(json.loads((out / "all_results.json").read_text()))
     page = (out / "report.html").read_text()
-    assert page.count("before training:") == page.count("after training:")
-    assert (page.count("after training:") > 0) == (kind != "pairs with classes")
-    assert 'pipeline_tag: "text-ranking"' in (out / "README.md").read_text()
+    assert page.count("before training:") == page.count("after training:") > 0
+    card = (out / "README.md").read_text()
+    assert f'pipeline_tag: "{"text-ranking" if outputs == 1 else "text-classification"}"' in card
+    exec(compile(card.partition("```python\n")[2].partition("```")[0], "card", "exec"), {})
+    printed = capsys.readouterr().out.strip()
+    assert (printed in ("no", "perhaps", "yes")) == (outputs > 1), printed
     model = CrossEncoder(str(out), device="cpu")
     rows = rows_of(kind)
     pairs = [tuple(v for v in row.values() if isinstance(v, str))[:2] for row in rows] if kind != "lists" else [
@@ -148,6 +151,7 @@ MISTAKES = {
     "@ --train_file one.jsonl --loss LambdaLoss": "needs queries with several documents of different scores",
     "@ --train_file one.jsonl --loss CrossEntropyLoss": "the pairs have one class (1)",
     "@ --train_file classes.jsonl --validation_file negative.jsonl": "differ in kind",
+    "@ --model_name_or_path three": "; --ignore_mismatched_sizes replaces it with a new one",
     "@ --model_name_or_path empty": "no model can be loaded from the folder empty",
     "--model_name_or_path model --output_dir o": "--train_file is missing",
 }
@@ -166,6 +170,10 @@ def test_an_invalid_request_gets_one_sentence_and_exit_code_two(
     write_lines(tmp_path / "negative.jsonl", [{"query": "q", "document": "d", "score": n} for n in (-1, 1)])
     write_lines(tmp_path / "one.jsonl", [{"query": f"q{n}", "document": "d", "score": 1} for n in range(4)])
     (tmp_path / "empty").mkdir()
+    if "three" in words:
+        from sentence_transformers import CrossEncoder
+
+        CrossEncoder(str(bert), num_labels=3, device="cpu").save_pretrained(str(tmp_path / "three"))
     usual = (
         "--model_name_or_path model --train_file train.jsonl --output_dir o --max_steps 1 --report_to none --samples 0"
     )
@@ -173,3 +181,24 @@ def test_an_invalid_request_gets_one_sentence_and_exit_code_two(
     error = capsys.readouterr().err
     assert MISTAKES[words] in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("labelled", [True, False], ids=["some of its classes", "no labels"])
+def test_predictions_have_the_classes_of_the_model_in_its_own_order(
+    labelled: bool, bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sentence_transformers import CrossEncoder
+
+    model = CrossEncoder(str(bert), num_labels=3, device="cpu")
+    names = ["yes", "perhaps", "no"]
+    model.config.id2label, model.config.label2id = dict(enumerate(names)), {name: n for n, name in enumerate(names)}
+    model.model.classifier.bias.data.copy_(torch.tensor([9.0, 0.0, 0.0]))  # it always says yes, which is sorted last
+    model.save_pretrained(str(tmp_path / "model"))
+    rows = [row for row in rows_of("pairs with classes") if row["label"] != "perhaps"]
+    rows = rows if labelled else [{name: row[name] for name in ("premise", "hypothesis")} for row in rows]
+    data, out = write_lines(tmp_path / "test.jsonl", rows), tmp_path / "out"
+    options = ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(out), "--report_to", "none"]
+    options += ["--validation_file", str(data)] if labelled else []
+    assert main(["train", "rerank", *options, "--do_train", "False", "--do_predict", "--test_file", str(data)]) == 0
+    found = [line.split("\t")[1] for line in (out / "predict_results.txt").read_text().splitlines()[1:]]
+    assert found == ["yes"] * len(rows)

@@ -59,6 +59,15 @@ def test_the_columns_tell_the_format(name: str, suffix: str, tmp_path: Path) -> 
     assert [example.content for example in examples] == [expected] * 2
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_csv_file_may_have_other_separators(separator: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(separator.join(("prompt", "completion")) + "\n" + separator.join(("One, two?", "Three.")) + "\n")
+    _, examples, faults = read_examples(path, pairs=False)
+    assert faults.count == 0
+    assert [example.content for example in examples] == [Plain("One, two?", "Three.")]
+
+
 def test_a_text_file_has_a_row_for_each_paragraph(tmp_path: Path) -> None:
     path = tmp_path / "story.txt"
     path.write_text("\nOne\ntwo.\n\n\nThree.\n")
@@ -116,6 +125,14 @@ def test_a_bad_row_is_named_with_its_line_and_the_reason(reason: str, tmp_path: 
         faults.settle(1)
 
 
+@pytest.mark.parametrize("rejected", [[{"role": "user", "content": "Another question?"}, TURNS[1]], [*TURNS, *TURNS]])
+def test_a_pair_that_does_not_answer_the_same_turns_is_a_bad_row(rejected: Any, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", [{"chosen": TURNS, "rejected": rejected}])
+    _, examples, faults = read_examples(path, pairs=True)
+    assert examples == []
+    assert "chosen and rejected differ before the last answer" in faults.shown[0]
+
+
 def test_turns_after_the_last_answer_are_left_out(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl", [{"messages": [*TURNS, TURNS[0]]}])
     assert read_examples(path, pairs=False)[1][0].content == Chat(TURNS)
@@ -123,7 +140,7 @@ def test_turns_after_the_last_answer_are_left_out(tmp_path: Path) -> None:
 
 def test_unknown_columns_are_answered_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match="its columns are question, and one of these is needed: messages; conversations"
+        UserError, match=r"its columns are question, and one of these is needed: messages; conve.*; rename its columns"
     ):
         read_examples(write_lines(tmp_path / "rows.jsonl", [{"question": "x"}]), pairs=False)
     with pytest.raises(UserError, match="add --dpo"):

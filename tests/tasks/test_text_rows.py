@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,12 @@ def test_a_row_that_cannot_be_used_is_reported_with_its_line(
     assert message in caplog.text
     with pytest.raises(UserError, match="stopped at the first bad row because of --strict"):
         read(tmp_path, [*good, bad], strict=True)
+
+
+def test_a_warning_tells_how_many_negatives_are_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("stoker"), "propagate", True)  # whatever commands that ran before have set up
+    rows = [{"query": "q", "positive": "p", "negatives": ["a", "b", "c"][:count]} for count in (3, 1)]
+    read(tmp_path, rows)
+    assert "rows have 1 to 3 negatives; the first 1 of each are used" in caplog.text

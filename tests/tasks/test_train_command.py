@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -298,7 +299,7 @@ def test_the_best_metric_is_the_tasks_unless_given(tmp_path: Path) -> None:
 
 
 def test_retired_options_of_the_example_scripts_keep_their_meaning(caplog: pytest.LogCaptureFixture) -> None:
-    from stoker.tasks.loading import _hub
+    from stoker.tasks.loading import hub_options
     from stoker.tasks.qa.fine_tune import QaOptions
     from stoker.tasks.training_options import ModelOptions, OptionParser
 
@@ -310,9 +311,9 @@ def test_retired_options_of_the_example_scripts_keep_their_meaning(caplog: pytes
     assert model("--use_auth_token").token is True
     assert model("--use_auth_token False").token is False
     assert model("--use_auth_token hf_x").token == "hf_x"
-    assert _hub(model("--use_fast_tokenizer True"))["trust_remote_code"] is False
-    assert _hub(model("--trust_remote_code False"))["trust_remote_code"] is False
-    assert _hub(model("--trust_remote_code"))["trust_remote_code"] is True
+    assert hub_options(model("--use_fast_tokenizer True"))["trust_remote_code"] is False
+    assert hub_options(model("--trust_remote_code False"))["trust_remote_code"] is False
+    assert hub_options(model("--trust_remote_code"))["trust_remote_code"] is True
     assert not caplog.text
     with caplog.at_level("WARNING", logger="stoker"):
         model("--use_fast_tokenizer False")
@@ -363,10 +364,15 @@ def test_resume_together_with_overwrite_deletes_nothing(
     assert (out / "checkpoint-7").exists()
 
 
-def test_help_is_short_and_help_all_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "qa", "--help"]) == 0
-    short = capsys.readouterr().out
-    assert len(short.splitlines()) < 70
+@pytest.mark.parametrize("task", ["qa", "classify", "fewshot", "ner", "mlm", "sft", "embed", "rerank"])
+def test_help_fits_on_a_screen(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", task, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 48
+    assert any("--push_to_hub" in line for line in lines)
+
+
+def test_help_all_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "qa", "--help-all"]) == 0
     everything = capsys.readouterr().out
     assert {"--lr_scheduler_type", "--use_ipex", "--doc_stride", "--fsdp"} <= set(everything.replace(",", " ").split())
@@ -414,6 +420,31 @@ def test_rates_measured_before_training_include_the_clock(tmp_path: Path, monkey
     monkeypatch.setattr(measure, "_product_gflops", lambda *_: (1e9, 128, 3.7))
     again = machine_rates(print)
     assert (again.fp32_all, again.clock_all) == (1e9, 3.7)
+
+
+@pytest.mark.parametrize(("busy", "measured"), [(0.0, 1), (2.0, 0)], ids=["quiet now", "still busy"])
+def test_rates_of_a_busy_machine_are_measured_again_when_it_is_quiet(
+    busy: float, measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stoker.machine import Machine, load, measure, rates, this_machine
+    from stoker.tasks.training_run import machine_rates
+
+    monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
+    first = dataclasses.replace(measure.measure_rates(this_machine(), clock=None, seconds=0.2), disturbed=True)
+    assert rates.save(this_machine(), first) is None
+    calls: list[Machine] = []
+
+    def again(machine: Machine, *, clock: measure.Clock | None) -> rates.Rates:
+        calls.append(machine)
+        return dataclasses.replace(first, bandwidth_all=2.0 * first.bandwidth_all, disturbed=False)
+
+    monkeypatch.setattr(measure, "measure_rates", again)
+    monkeypatch.setattr(load, "current_load", lambda: load.Load(busy=busy, stolen=0.0, cpus=2))
+    found = machine_rates(print)
+    assert len(calls) == measured
+    assert found.bandwidth_all == (1 + measured) * first.bandwidth_all
+    machine_rates(print)
+    assert len(calls) == measured  # stored
 
 
 def test_three_text_columns_are_reported_in_one_sentence(

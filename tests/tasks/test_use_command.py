@@ -43,8 +43,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     root = tmp_path_factory.mktemp("models")
     found = {kind: save(kind, root / kind) for kind in HEADS}
-    CrossEncoder(str(found["embed"]), num_labels=1, device="cpu").save_pretrained(str(root / "rerank"))
-    return {**found, "rerank": root / "rerank"}
+    for name, labels in (("rerank", 1), ("pairs", 3)):
+        CrossEncoder(str(found["embed"]), num_labels=labels, device="cpu").save_pretrained(str(root / name))
+        found[name] = root / name
+    return found
 
 
 def used(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
@@ -52,23 +54,23 @@ def used(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("kind", [*HEADS, "rerank"])
+@pytest.mark.parametrize("kind", [*HEADS, "rerank", "pairs"])
 def test_the_kind_of_a_model_follows_from_its_folder(kind: str, models: dict[str, Path]) -> None:
-    assert model_kind(str(models[kind])) == kind
+    assert model_kind(str(models[kind])) == {"pairs": "classify"}.get(kind, kind)
 
 
+@pytest.mark.parametrize("kind", ["classify", "pairs"])
+@pytest.mark.parametrize("between", ["\t", r"\t"], ids=["tab", "as typed in double quotes"])
 def test_classifying_gives_the_probabilities_of_the_stock_model(
-    models: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    kind: str, between: str, models: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = models["classify"]
-    (found,) = used(capsys, "--model", str(folder), "--text", "One sentence.\tAnother one.")
+    folder = models[kind]
+    (found,) = used(capsys, "--model", str(folder), "--text", f"One sentence.{between}Another one.")
     stock = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
         expected = stock(**wordpiece()("One sentence.", "Another one.", return_tensors="pt")).logits.softmax(-1)[0]
     scores = {row["label"]: row["score"] for row in found["found"]}
-    assert scores == {
-        name: pytest.approx(float(expected[i]), abs=1e-4) for i, name in enumerate(("no", "yes", "maybe"))
-    }
+    assert scores == {name: pytest.approx(float(expected[i]), abs=1e-4) for i, name in stock.config.id2label.items()}
     assert list(scores.values()) == sorted(scores.values(), reverse=True)
 
 
@@ -79,7 +81,7 @@ def test_tagging_finds_what_the_stock_pipeline_finds_also_in_a_text_longer_than_
     (tmp_path / "texts.txt").write_text(f"Ada met Grace.\n\n{long}\n")
     short, windows = used(capsys, "--model", str(models["tag"]), "--file", str(tmp_path / "texts.txt"))
     stock = transformers.pipeline(
-        "token-classification", model=str(models["tag"]), tokenizer=wordpiece(), aggregation_strategy="simple"
+        "token-classification", model=str(models["tag"]), tokenizer=wordpiece(), aggregation_strategy="first"
     )
     expected = [(one["entity_group"], one["start"], one["end"]) for one in stock("Ada met Grace.")]
     assert [(row["label"], row["begin"], row["end"]) for row in short["found"]] == expected
@@ -115,8 +117,24 @@ def test_searching_orders_texts_by_the_similarity_that_sentence_transformers_com
 def test_lines_from_standard_input_are_answered_one_by_one(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("First text.\nSecond text.\n\nnever read\n"))
-    assert [row["input"] for row in used(capsys, "--model", str(models["classify"]))] == ["First text.", "Second text."]
+    monkeypatch.setattr("sys.stdin", io.StringIO("First text.\n\nSecond text.\n \nThird text."))
+    found = [row["input"] for row in used(capsys, "--model", str(models["classify"]))]
+    assert found == ["First text.", "Second text.", "Third text."]
+
+
+def test_a_mistake_does_not_end_a_conversation(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("no mask\na [MASK] here\n\n"))
+    assert main(["use", "--model", str(models["fill"]), "--top", "1"]) == 0
+    assert (
+        "the text 'no mask' has no masked word; write [MASK] in its place\ntext with [MASK]: 0."
+        in capsys.readouterr().out
+    )
 
 
 def test_a_question_goes_to_a_model_that_answers(models: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "train", "Train", "fine-tune a model: question answering, classification, language models", "stoker.cli.train"
     ),
+    Command("tune", "Train", "search learning rate, batch size, epochs and LoRA rank for a task", "stoker.cli.tune"),
     Command("use", "Train", "try a trained model: classify, tag, search, rerank, fill, answer, chat", "stoker.cli.use"),
     Command("ask", "Train", "ask a trained model about a text", "stoker.cli.ask"),
     Command("chat", "Train", "talk to a language model in the terminal", "stoker.cli.chat"),

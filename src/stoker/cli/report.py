@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stoker.cli import parsing
 from stoker.errors import UserError, first_line
-from stoker.user_files import check_replaceable
+from stoker.user_files import check_replaceable, require_run_folder
 
 __all__ = ["main"]
 
@@ -18,8 +18,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=parsing.path, metavar="FILE", help="where to write the page (DIR/report.html)")
     options = parser.parse_args(argv)
     folder = Path(options.folder)
-    if not folder.is_dir():
-        raise UserError(f"the folder {folder} does not exist")
+    require_run_folder(folder)
     try:
         from stoker.run_report.log import read_run
         from stoker.run_report.page import write_page
@@ -36,6 +35,8 @@ def main(argv: list[str]) -> int:
         ) from None
     except OSError as error:
         raise UserError(f"{folder / 'run.jsonl'} cannot be read: {error.strerror}") from None
+    if not run.lines:
+        raise UserError(f"{folder / 'run.jsonl'} is still empty; generate the page when the run has begun")
     print(write_page(run, Path(options.output) if options.output else folder / "report.html"))
     if run.bad_lines:
         print(f"stoker: in {folder / 'run.jsonl'}, {run.bad_lines_note}", file=sys.stderr)

@@ -103,7 +103,7 @@ def _print_table(found: Comparison) -> None:
     for name in ("", "run", "status", found.metric_name or "score", "tokens/s", "duration", *differing):
         numeric = name in ("", found.metric_name, "tokens/s", "duration")
         table.add_column(Text(_short(name)), justify="right" if numeric else "left", overflow="fold")
-    tones = {"good": "green", "bad": "red", "busy": "blue"}
+    tones = {"good": "green", "bad": "red", "busy": "blue", "idle": "dim"}
     for number, one in enumerate(found.runs):
         cells = [Text(str(number + 1)), Text(_short(one.name)), Text(one.state.label, style=tones[one.state.tone])]
         cells += [Text(text) for text in figures(one, found.metric)]
@@ -111,7 +111,8 @@ def _print_table(found: Comparison) -> None:
     console.print(table)
     damaged = sum(one.run.bad_lines for one in found.runs)
     if damaged:
-        print(f"stoker: {damaged:,} damaged lines of these logs were skipped", file=sys.stderr)
+        lines = "1 damaged line" if damaged == 1 else f"{damaged:,} damaged lines"
+        print(f"stoker: skipped {lines} of these logs", file=sys.stderr)
 
 
 def _short(text: str) -> str:

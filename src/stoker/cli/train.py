@@ -5,35 +5,10 @@ from __future__ import annotations
 import importlib
 
 from stoker import streams
-from stoker.cli.parsing import did_you_mean, require_packages, require_transformers
+from stoker.cli.task_names import require_task, task_and_options
 from stoker.errors import UserError, one_line
-from stoker.tasks import recipe
 
 __all__ = ["main"]
-
-_TASKS = {
-    "qa": "answer questions from texts (SQuAD)",
-    "classify": "classify texts or pairs of texts, or predict a number (GLUE)",
-    "fewshot": "classify texts, from a few examples of each class (SetFit)",
-    "ner": "find named entities in texts",
-    "mlm": "continue the pre-training of a model on texts, by masked words",
-    "sft": "fine-tune a language model on chats, instructions, texts or preference pairs",
-    "embed": "train an embedding model on pairs, triplets, pairs with scores, or labelled texts",
-    "rerank": "train a cross-encoder that scores or classifies pairs of texts",
-}
-_SENTENCES = (["datasets", "sentence_transformers"], "sentence-transformers and datasets", "embed")
-_NEEDS = {
-    "sft": (["datasets", "peft", "trl"], "TRL, PEFT and datasets", "sft"),
-    "ner": (["seqeval"], "transformers and seqeval", "ner"),
-    "fewshot": (
-        ["datasets", "sentence_transformers", "setfit"],
-        "SetFit, sentence-transformers and datasets",
-        "fewshot",
-    ),
-    "embed": _SENTENCES,
-    "rerank": _SENTENCES,
-}
-"""Packages that a task needs besides transformers, what the message calls them, and the extra that installs them."""
 
 _OVERVIEW = """usage: stoker train TASK [options]
        stoker train TASK RECIPE [options]
@@ -51,45 +26,31 @@ Fine-tunes a model, evaluates it, and writes it with a report of the run. Tasks:
 A recipe is a YAML or JSON file of options; every run writes the one that repeats it, DIR/recipe.yaml.
 `stoker train TASK --help` lists the common options, --help-all every one."""
 
-_STOCK = ("--no_ipex", "--no_ipex=True")
-"""As typed, and as a recipe gives it."""
-
-_COMMON = """
+_WHAT = """  --do_train, --do_eval, --do_predict   train, evaluate, predict the test file
+"""
+_COMMON = f"""
 What to do:
-  --do_train                      train
-  --do_eval                       evaluate
-  --do_predict                    predict the test file
-  --output_dir DIR                folder for model, checkpoints, metrics and report
+{_WHAT}  --output_dir DIR                folder for model, checkpoints, metrics and report
 
 Model:
-  --model_name_or_path NAME       a folder, or the name of a model on the hub
+  --model_name_or_path NAME       a folder, or the name of a model on the hub; or --model
   --bf16                          bf16 activations with fp32 weights, on any CPU
   --no_ipex                       do not optimize the model: stock speed, for comparison
 
 Training:
-  --num_train_epochs 3            or --max_steps N
-  --learning_rate 5e-5
-  --per_device_train_batch_size 8 rows per batch; or --tokens_per_batch N
-  --gradient_accumulation_steps 1
-  --warmup_steps 0                steps, or a share of them below 1
-  --seed 42
-
-Checkpoints:
-  --save_steps 500                or --save_strategy epoch|no
-  --save_total_limit N            keep the newest N, and the best
+  --num_train_epochs 3, --max_steps N, --learning_rate 5e-5, --warmup_steps 0, --seed 42
+  --per_device_train_batch_size 8 rows per batch; or --tokens_per_batch N; --gradient_accumulation_steps 1
+  --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
   --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
   --resume_from_checkpoint DIR    resume from this one
+  --report_to tensorboard         or another integration of transformers
+  --live                          show the run in the browser while it trains (--live_port N)
+  --push_to_hub                   publish the result
 
 Several processes (stoker launch -n 4 -m stoker train TASK ...):
   --ddp_backend ccl               shared memory within a machine
   --gradient_compression bf16     half the bytes between machines
   --local_sgd K                   average weights every K steps, for slow networks
-
-Logs:
-  --logging_steps N
-  --eval_strategy steps|epoch     evaluate while training, every --eval_steps
-  --report_to tensorboard         or another integration of transformers
-  --live                          show the run in the browser while it trains (--live_port N)
 """
 
 _HELP = {
@@ -161,6 +122,7 @@ Training:
   --do_predict                    predict the test file
   --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
   --samples 3                     examples in the report, before and after training
+  --live                          show the run in the browser while it trains (--live_port N)
   --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
   --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train fewshot ...
 
@@ -208,14 +170,14 @@ Data (text files of any size, JSON lines, JSON, CSV, Parquet with a column of te
   --max_train_samples, --max_eval_samples N
   --strict                        stop at the first row that cannot be used
 """
-    + _COMMON.replace("  --do_predict                    predict the test file\n", "")
+    + _COMMON.replace(_WHAT, "  --do_train, --do_eval           train, evaluate\n")
     + """
 example:
   stoker train mlm --model_name_or_path bert-base-uncased --train_file 'reports/*.txt' --do_train --do_eval \\
     --masking words --per_device_train_batch_size 16 --num_train_epochs 1 --output_dir out/reports
 
 --help-all lists every option.""",
-    "sft": """usage: stoker train sft --model_name_or_path MODEL --train_file FILE --output_dir DIR [options]
+    "sft": """usage: stoker train sft --model MODEL --train_file FILE [--output_dir DIR] [options]
 
 Fine-tunes a language model: a LoRA adapter, or all weights. Built on TRL and PEFT (pip install 'stoker[sft]').
 
@@ -225,22 +187,24 @@ Data (JSON, JSON lines, CSV, Parquet, text; .gz too). Its columns tell the forma
   --dataset_name NAME             or a data set on the hub
   --loss_on completions|assistant|all   what is trained on: the last answer, every answer, or all tokens
                                   (default: assistant for chats, completions for prompts and instructions)
-  --max_length 1024               maximum tokens of a row; --packing fills rows up to it with several texts
+  --max_length 1024               maximum tokens of a row; --packing (not with --dpo) fills rows up to it with several texts
   --max_train_samples, --max_eval_samples N
   --strict                        stop at the first row that cannot be used
 
 Model:
-  --model_name_or_path NAME       a folder, a GGUF file, or the name of a model on the hub
+  --model NAME                    a folder, a GGUF file, or the name of a model on the hub
+  --output_dir out/chat           folder for the result; without it, out/ and the name of the data
   --lora_r 16, --lora_alpha 32, --lora_dropout 0
   --lora_targets auto             or all-linear, or names of layers separated by commas
   --full                          train all weights instead of an adapter
+  --frozen_weights nf4            store the weights that an adapter leaves as they are in fewer bits (bfloat16, int8, nf4)
   --merge                         also write the model with the adapter merged into it, to DIR/merged
   --dpo                           train on preference pairs; --beta 0.1
   --bf16                          bf16 activations with fp32 weights, on any CPU
 
 Training:
   --num_train_epochs 3            or --max_steps N
-  --learning_rate 2e-4            2e-5 with --full
+  --learning_rate 2e-4            2e-5 with --full; 1e-5 and 1e-6 with --dpo
   --per_device_train_batch_size 8 rows per batch; or --tokens_per_batch N
   --gradient_accumulation_steps 1, --seed 42
   --samples 3                     answers in the report, before and after training
@@ -250,7 +214,7 @@ Training:
   --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train sft ...
 
 example:
-  stoker train sft --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct --train_file chat.jsonl --output_dir out/chat
+  stoker train sft --model HuggingFaceTB/SmolLM2-135M-Instruct --train_file chat.jsonl
   stoker chat --model out/chat
 
 --help-all lists every option.""",
@@ -340,17 +304,11 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in {"-h", "--help"}:
         print(_OVERVIEW)
         return 0
-    argv = recipe.expand(argv, _TASKS)
-    task, rest = argv[0], ["--use_ipex=False" if argument in _STOCK else argument for argument in argv[1:]]
-    if task not in _TASKS:
-        raise UserError(f"stoker train: unknown task {task!r}{did_you_mean(task, _TASKS)}; choose {', '.join(_TASKS)}")
+    task, rest = task_and_options("train", argv)
     if not rest or "-h" in rest or "--help" in rest:
         print(_HELP[task])
         return 0
-    if task in _NEEDS:
-        packages, needs, extra = _NEEDS[task]
-        require_packages(f"stoker train {task}", ["transformers", *packages], needs, extra=extra)
-    require_transformers("stoker train", extra="hf")
+    require_task("train", task)
     if "--help-all" in rest:
         return _all_help(task, rest)
     streams.keep_running()

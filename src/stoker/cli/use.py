@@ -49,9 +49,9 @@ def main(argv: list[str]) -> int:
 
     quiet()
     from stoker.tasks.fewshot.classifier_head import has_head
-    from stoker.tasks.use.model_kind import model_kind
+    from stoker.tasks.use.model_kind import recognise
 
-    kind = options.kind or model_kind(options.model)
+    options.model, kind = recognise(options.model, options.kind)
     if kind == "answer":
         return ask.main(_ask_arguments(options))
     if kind == "chat":
@@ -118,17 +118,26 @@ def _search(kind: str, options: object) -> int:
 
 
 def _converse(use: Use, as_json: bool) -> int:
+    """Answers what is typed until an empty line or the end; of a file or pipe, every line that is not empty."""
     console = Console(highlight=False, markup=False)
+    terminal = sys.stdin.isatty()
     while True:
         try:
-            said = console.input(use.prompt) if sys.stdin.isatty() else sys.stdin.readline().strip()
+            said = console.input(use.prompt) if terminal else sys.stdin.readline()
         except (EOFError, KeyboardInterrupt):
             return 0
         except UnicodeDecodeError as error:
             raise UserError(f"what was typed is not UTF-8 text (byte {error.start} of standard input)") from None
-        if not said.strip():
+        if not said or (terminal and not said.strip()):
             return 0
-        _answer(use, said, as_json)
+        if not said.strip():
+            continue
+        try:
+            _answer(use, said.strip(), as_json)
+        except UserError as error:
+            if not terminal:
+                raise
+            console.print(str(error))
 
 
 def _answer(use: Use, said: str, as_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 from typing import Any
 
 import torch
@@ -83,12 +84,18 @@ from transformers import AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{path}")
 model = {load}.eval()
-messages = [{{"role": "user", "content": "Who wrote the letter?"}}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+{inputs}
 with torch.no_grad():
     output = model.generate(**inputs, max_new_tokens=100)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+_CHAT = """messages = [{"role": "user", "content": "Who wrote the letter?"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
+_CONTINUED_TEXT = 'inputs = tokenizer("The letter was written by", return_tensors="pt")'
 _NUMBER = "    print(float(model(**inputs).logits))"
+_CLASS_OF_PAIR = """scores = model.predict([("Ada wrote it in 1843.", "Nobody has written it.")])
+print(model.config.id2label[int(scores[0].argmax())])"""
+_OTHER_SCHEME = """The tags are {scheme}, of which the pipeline joins only B- and I-: it returns the last word of an entity
+by itself. `stoker use --model {path}` returns whole entities."""
 _SETTINGS_SHOWN = (
     "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_batch", "num_train_epochs",
     "max_steps", "seed", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "bf16",
@@ -103,7 +110,7 @@ def model_card(job: Any, trainer: Any, metrics: dict[str, Any], run: Run) -> str
     figures = {k.removeprefix("eval_"): v for k, v in metrics.items() if k.startswith("eval_") and _is_score(k, v)}
     front = {
         "library_name": "peft" if _is_adapter(trainer) else _LIBRARIES.get(job.task, "transformers"),
-        "pipeline_tag": _PIPELINES[job.task],
+        "pipeline_tag": _pipeline(job, trainer),
         # The hub accepts only names of hub models here, and rejects a card with a local folder.
         **({} if os.path.exists(base) else {"base_model": str(base)}),
         **({"datasets": [job.data.dataset_name]} if job.task == "sft" and job.data.dataset_name else {}),
@@ -129,14 +136,12 @@ def model_card(job: Any, trainer: Any, metrics: dict[str, Any], run: Run) -> str
 
 # {_model_name(trainer)} fine-tuned from {base}
 
-Fine-tuned for {_PIPELINES[job.task]} on {data} by Stoker, on a CPU. {_needs(job, trainer)}
+Fine-tuned for {_pipeline(job, trainer)} on {data} by Stoker, on a CPU. {_needs(job, trainer)}
 
 {results}
 ## Use
 
-```python
 {_use(job, trainer)}
-```
 
 ## Training
 
@@ -151,6 +156,15 @@ Versions: stoker {__version__}, transformers {transformers.__version__}, torch {
 """
 
 
+def _pipeline(job: Any, trainer: Any) -> str:
+    return "text-classification" if _classifies_pairs(job, trainer) else _PIPELINES[job.task]
+
+
+def _classifies_pairs(job: Any, trainer: Any) -> bool:
+    """Whether it is a cross-encoder that predicts a class instead of a score."""
+    return bool(job.task == "rerank" and trainer.model.config.num_labels > 1)
+
+
 def _is_adapter(trainer: Any) -> bool:
     return hasattr(trainer.model, "peft_config")
 
@@ -161,9 +175,10 @@ def _model_name(trainer: Any) -> str:
 
 
 def _use(job: Any, trainer: Any) -> str:
+    """A block of code."""
     path = trainer.hub_model_id if job.args.push_to_hub else job.args.output_dir
     if job.task == "sft":
-        return _use_of_language_model(trainer, str(path))
+        return _use_of_language_model(trainer, str(path), merged=job.data.merge)
     use = _USES[job.task]
     if job.task == "fewshot" and job.args.push_to_hub:
         use = use.replace('Path("{path}")', 'Path(snapshot_download("{path}"))')
@@ -171,18 +186,30 @@ def _use(job: Any, trainer: Any) -> str:
     lines = use.replace("{path}", str(path)).splitlines()
     if job.task == "classify" and trainer.model.config.problem_type == "regression":
         lines[-1] = _NUMBER
-    return "\n".join(lines)
+    if _classifies_pairs(job, trainer):
+        lines[-1:] = _CLASS_OF_PAIR.splitlines()
+    code = _python("\n".join(lines))
+    if job.task == "ner" and trainer.labels.scheme.name != "IOB2":
+        return f"{code}\n\n{_OTHER_SCHEME.format(scheme=trainer.labels.scheme.name, path=path)}"
+    return code
 
 
-def _use_of_language_model(trainer: Any, path: str) -> str:
+def _python(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def _use_of_language_model(trainer: Any, path: str, *, merged: bool) -> str:
     adapter = _is_adapter(trainer)
     if adapter and _is_gguf(trainer):
+        if not merged:
+            return f"```\nstoker chat --model {shlex.quote(path)}\n```"
         path, adapter = f"{path}/merged", False
     imports = (
         "from peft import AutoPeftModelForCausalLM" if adapter else "from transformers import AutoModelForCausalLM"
     )
     load = f'{imports.rpartition(" ")[2]}.from_pretrained("{path}")'
-    return _LANGUAGE_MODEL.format(path=path, imports=imports, load=load)
+    inputs = _CHAT if trainer.processing_class.chat_template else _CONTINUED_TEXT
+    return _python(_LANGUAGE_MODEL.format(path=path, imports=imports, load=load, inputs=inputs))
 
 
 def _is_gguf(trainer: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-__all__ = ["Display", "line_of", "use_display"]
+__all__ = ["Display", "bars_in_terminals_only", "line_of", "use_display"]
 
 _EVERY = 10.0  # seconds between lines about an evaluation in a log file
 
@@ -33,9 +35,10 @@ def line_of(logs: dict[str, Any]) -> str:
 
 
 class Display(TrainerCallback):  # type: ignore[misc]
-    """Replaces transformers' own progress bars and printed logs."""
+    """Replaces transformers' own progress bars and printed logs. Without `lines`, there is only the bar in a terminal."""
 
-    def __init__(self, stream: Any = None) -> None:
+    def __init__(self, stream: Any = None, *, title: str = "train", lines: bool = True) -> None:
+        self.title, self.lines = title, lines
         self.console = Console(file=stream or sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.bar: Progress | None = None
         self.training: TaskID | None = None
@@ -73,7 +76,7 @@ class Display(TrainerCallback):  # type: ignore[misc]
         self._in_training = True
         if state.is_world_process_zero and self._terminal:
             bar = self._start_bar()
-            self.training = bar.add_task("train", total=state.max_steps, completed=state.global_step, figures="")
+            self.training = bar.add_task(self.title, total=state.max_steps, completed=state.global_step, figures="")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if self.bar is not None and self.training is not None:
@@ -85,6 +88,8 @@ class Display(TrainerCallback):  # type: ignore[misc]
         figures = line_of(logs)
         if self.bar is not None and self.training is not None:
             self.bar.update(self.training, figures=figures)
+            return
+        if not self.lines:
             return
         done = max(state.global_step - self._begin_step, 1)
         left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step)
@@ -99,7 +104,7 @@ class Display(TrainerCallback):  # type: ignore[misc]
             if self.evaluation is None:
                 self.evaluation = bar.add_task("evaluate", total=len(eval_dataloader), figures="")
             bar.advance(self.evaluation)
-        elif time.monotonic() - self._last_line > _EVERY:
+        elif self.lines and time.monotonic() - self._last_line > _EVERY:
             self._last_line = time.monotonic()
             self.console.print(f"evaluating {self._predicted}/{len(eval_dataloader)}")
 
@@ -113,7 +118,7 @@ class Display(TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **rest: Any) -> None:
         self._prediction_done()
-        if state.is_world_process_zero and metrics and self._in_training:
+        if state.is_world_process_zero and metrics and self._in_training and self.lines:
             scores = "  ".join(f"{name} {value:.4g}" for name, value in _scores(metrics).items())
             (self.bar.console if self.bar else self.console).print(f"evaluation at step {state.global_step}:  {scores}")
 
@@ -130,6 +135,23 @@ def use_display(trainer: Any, stream: Any = None) -> None:
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(Display(stream))
+
+
+@contextlib.contextmanager
+def bars_in_terminals_only() -> Iterator[None]:
+    """Keeps the progress bars of libraries, for which they have no option, out of log files."""
+    from tqdm.std import tqdm
+
+    start = tqdm.__init__
+
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        start(self, *args, **{**named, "disable": named.get("disable") or not sys.stderr.isatty()})
+
+    tqdm.__init__ = init
+    try:
+        yield
+    finally:
+        tqdm.__init__ = start
 
 
 def _scores(metrics: dict[str, Any]) -> dict[str, float]:

@@ -162,7 +162,8 @@ def _line_rows(path: Path, faults: Faults) -> Iterator[Row]:
         if isinstance(values, dict):
             yield Row(values, where)
         else:
-            faults.add(where, f"is {with_article(type(values).__name__)}, not an object")
+            found = "null" if values is None else with_article(type(values).__name__)
+            faults.add(where, f"is {found}, not an object")
 
 
 def _paragraphs(path: Path) -> Iterator[Row]:
@@ -184,6 +185,8 @@ def _paragraphs(path: Path) -> Iterator[Row]:
 def _delimited_rows(path: Path, delimiter: str, faults: Faults, header: Sequence[str] | None = None) -> Iterator[Row]:
     # Bytes that are not UTF-8 become lone surrogates, so that only the rows that contain them are lost.
     text = _read_bytes(path).decode("utf-8-sig", errors="surrogateescape")
+    if header is None and delimiter == ",":
+        delimiter = _separator(text.partition("\n")[0])
     # GLUE's TSV files contain unpaired quotation marks as plain text.
     csv.field_size_limit(1 << 30)
     lines = io.StringIO(text, newline="")
@@ -211,6 +214,11 @@ def _delimited_rows(path: Path, delimiter: str, faults: Faults, header: Sequence
             faults.add(where, "is not UTF-8")
         else:
             yield Row(dict(zip(header, fields, strict=True)), where)
+
+
+def _separator(first_line: str) -> str:
+    """What separates the columns that this line names. Spreadsheets write semicolons where the comma is the decimal mark."""
+    return next((one for one in ",;\t" if one in first_line), ",")
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

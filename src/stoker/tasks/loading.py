@@ -27,11 +27,14 @@ from stoker.tasks.model_folder import (
 from stoker.tasks.tokens import fast_backend
 
 __all__ = [
-    "check_finite", "check_vocabulary", "config_of", "load_config", "load_model", "load_pretrained", "load_tokenizer", "loaded",
-    "model_of", "most_tokens", "quiet", "reason", "row_length", "tokenizer_of",
+    "check_finite", "check_vocabulary", "config_of", "hub_options", "load_config", "load_config_and_tokenizer", "load_model",
+    "load_pretrained", "load_tokenizer", "loaded", "model_of", "most_tokens", "quiet", "reason", "row_length", "tokenizer_of",
 ]  # fmt: skip
 
 log = logging.getLogger("stoker")
+
+_LONGEST = 512
+"""Tokens of a row unless --max_seq_length says otherwise, for tasks without a default of their own."""
 
 
 def quiet() -> None:
@@ -48,6 +51,7 @@ def quiet() -> None:
                  "sentence_transformers", "setfit"):  # fmt: skip
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch|peft|trl|sentence_transformers|setfit)\b")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"stoker\b")  # of TRL about its options
 
 
 _FILES = {"config": CONFIG_FILES, "tokenizer": TOKENIZER_FILES, "weights": WEIGHT_FILES}
@@ -145,10 +149,17 @@ def reason(error: BaseException) -> str:
     return text if plain else f"{type(error).__name__}: {text}"
 
 
+def load_config_and_tokenizer(options: Any, **changes: Any) -> tuple[Any, Any]:
+    """Both of the model that the options name, after checking that they belong together."""
+    config, tokenizer = load_config(options, **changes), load_tokenizer(options)
+    check_vocabulary(tokenizer, config, options.model_name_or_path)
+    return config, tokenizer
+
+
 def load_config(options: Any, **changes: Any) -> Any:
     name = options.config_name or options.model_name_or_path
     flag = "--config_name" if options.config_name else "--model_name_or_path"
-    return config_of(name, flag=flag, **_hub(options), **changes)
+    return config_of(name, flag=flag, **hub_options(options), **changes)
 
 
 def config_of(name: str, *, flag: str, **options: Any) -> Any:
@@ -198,7 +209,7 @@ def _wrong_type(config: Any) -> str | None:
 def load_tokenizer(options: Any) -> Any:
     name = options.tokenizer_name or options.model_name_or_path
     flag = "--tokenizer_name" if options.tokenizer_name else "--model_name_or_path"
-    return tokenizer_of(name, flag=flag, use_fast=True, **_hub(options))
+    return tokenizer_of(name, flag=flag, use_fast=True, **hub_options(options))
 
 
 def tokenizer_of(name: str, *, flag: str, **options: Any) -> Any:
@@ -245,7 +256,7 @@ def check_vocabulary(tokenizer: Any, config: Any, name: str) -> None:
 
 def load_model(kind: Any, options: Any, config: Any, prepare: Callable[[Any], None] | None = None) -> Any:
     """The model of class `kind` to be trained; logs which of its weights are new. `prepare` is as in `model_of`."""
-    settings = {"replace_mismatched": options.ignore_mismatched_sizes, "prepare": prepare, **_hub(options)}
+    settings = {"replace_mismatched": options.ignore_mismatched_sizes, "prepare": prepare, **hub_options(options)}
     model, new = model_of(kind, options.model_name_or_path, config, **settings)
     if new:
         log.info("new, to be trained: %s", ", ".join(new))
@@ -372,8 +383,10 @@ def most_tokens(wanted: int, tokenizer: Any, config: Any) -> int:
     return int(min(tokenizer.model_max_length, positions))
 
 
-def row_length(wanted: int, tokenizer: Any, config: Any) -> int:
-    """--max_seq_length, reduced to what tokenizer and model allow."""
+def row_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
+    """--max_seq_length, reduced to what tokenizer and model allow; without one, what they allow, at most 512."""
+    if wanted is None:
+        wanted = min(most_tokens(_LONGEST, tokenizer, config), _LONGEST)
     most = most_tokens(wanted, tokenizer, config)
     if most < 8 <= wanted:
         raise UserError(
@@ -387,7 +400,7 @@ def row_length(wanted: int, tokenizer: Any, config: Any) -> int:
     return min(wanted, most)
 
 
-def _hub(options: Any) -> dict[str, Any]:
+def hub_options(options: Any) -> dict[str, Any]:
     return {
         "cache_dir": options.cache_dir,
         "revision": options.model_revision,

@@ -20,11 +20,15 @@ from stoker.kernels.frozen_parameter import stored_bytes
 from stoker.machine import this_machine
 from stoker.model.recomputation import kept_values
 
-__all__ = ["Estimate", "available", "check_memory", "estimate"]
+__all__ = ["Estimate", "NotEnoughMemory", "available", "check_memory", "estimate"]
 
 _STOCK_SCORES = 4
 """Copies of the attention matrix that stock transformers keeps per head: scores, softmax, dropout mask and result."""
 _BASE = 550 << 20  # Python, torch and transformers loaded, with their pools
+
+
+class NotEnoughMemory(UserError):
+    """The batches of a run do not fit into the memory that is free."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def check_memory(
     rows_at_once: int | None = None,
     less_memory: str | None = None,
 ) -> float:
-    """The bytes that the largest batch needs. If they are not free, raises UserError with a batch size that fits.
+    """The bytes that the largest batch needs. If they are not free, raises NotEnoughMemory with a batch size that fits.
 
     `rows_at_once`: how many rows of a batch are computed at once, if not all. `less_memory`: advice where smaller batches,
     accumulated, do not give the same updates.
@@ -108,19 +112,19 @@ def check_memory(
     least = max(int(lengths.max(initial=1)), 1) if tokens else 1
     fitting = next((n for n in _smaller(size, least, tokens) if bytes_of(n) <= 0.9 * free), None)
     if fitting is None:
-        raise UserError(
+        raise NotEnoughMemory(
             f"{finding}; even one row does not fit; use a smaller model or shorter rows ({_length_option(args)})"
         )
     if tokens:
-        raise UserError(f"{finding}; --tokens_per_batch {fitting} fits (--skip_memory_check tries it anyway)")
+        raise NotEnoughMemory(f"{finding}; --tokens_per_batch {fitting} fits (--skip_memory_check tries it anyway)")
     if rows_at_once is not None:
-        raise UserError(f"{finding}; --mini_batch_size {fitting} fits (--skip_memory_check tries it anyway)")
+        raise NotEnoughMemory(f"{finding}; --mini_batch_size {fitting} fits (--skip_memory_check tries it anyway)")
     if less_memory is not None:
-        raise UserError(
+        raise NotEnoughMemory(
             f"{finding}; --per_device_train_batch_size {fitting} fits; {less_memory} (--skip_memory_check tries it anyway)"
         )
     accumulation = args.gradient_accumulation_steps * (size // fitting)
-    raise UserError(
+    raise NotEnoughMemory(
         f"{finding}; --per_device_train_batch_size {fitting} --gradient_accumulation_steps {accumulation} "
         "fit and give the same updates (--skip_memory_check tries it anyway)"
     )

@@ -32,8 +32,8 @@ def is_recipe(word: str) -> bool:
     return word.endswith(_ENDINGS) and not word.startswith("-")
 
 
-def expand(argv: Sequence[str], tasks: Collection[str]) -> list[str]:
-    """`argv` of `stoker train`, with a recipe replaced by its task and its options."""
+def expand(argv: Sequence[str], tasks: Collection[str], command: str = "train") -> list[str]:
+    """`argv` of `stoker train` or another command, with a recipe replaced by its task and its options."""
     named = bool(argv) and not is_recipe(argv[0])
     words = list(argv[1:] if named else argv)
     if not words or not is_recipe(words[0]):
@@ -42,7 +42,7 @@ def expand(argv: Sequence[str], tasks: Collection[str]) -> list[str]:
     task = options.pop("task", argv[0] if named else None)
     if task is None:
         raise UserError(
-            f"recipe {words[0]} does not name its task; add `task: NAME`, or type stoker train NAME {words[0]}"
+            f"recipe {words[0]} does not name its task; add `task: NAME`, or type stoker {command} NAME {words[0]}"
         )
     if task not in tasks:
         raise UserError(f"recipe {words[0]}: task {task!r} is unknown; choose {', '.join(tasks)}")
@@ -74,9 +74,11 @@ def arguments(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def write(folder: Path, task: str, argv: Sequence[str]) -> None:
+def write(folder: Path, task: str, argv: Sequence[str], *, name: str = FILE, repeats: str = "the run") -> None:
     """Writes the recipe that repeats a run into its folder. Tokens and passwords are left out."""
     options = {"task": task, **options_of(without_secrets(argv, instead=None))}
-    command = shlex.join(["stoker", "train", str(folder / FILE), "--output_dir", "NEW_FOLDER"])
-    head = f"# Written by Stoker {__version__}. To repeat the run, in the folder where it was started:\n#   {command}\n"
-    write_text(folder / FILE, head + yaml.safe_dump(options, sort_keys=False, allow_unicode=True, width=120))
+    command = shlex.join(["stoker", "train", str(folder / name), "--output_dir", "NEW_FOLDER"])
+    head = (
+        f"# Written by Stoker {__version__}. To repeat {repeats}, in the folder where it was started:\n#   {command}\n"
+    )
+    write_text(folder / name, head + yaml.safe_dump(options, sort_keys=False, allow_unicode=True, width=120))

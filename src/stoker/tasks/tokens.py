@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import UserError
 
-__all__ = ["Ragged", "Template", "distinct", "fast_backend", "pieces", "tokenize"]
+__all__ = ["Ragged", "Template", "distinct", "fast_backend", "pieces", "tokenize", "whole_texts"]
 
 Ints = NDArray[np.int32]
 
@@ -58,11 +58,17 @@ def fast_backend(tokenizer: Any) -> Any:
     return backend
 
 
-def tokenize(tokenizer: Any, texts: Sequence[str], *, offsets: bool, batch: int = 2048) -> tuple[Ragged, Ragged | None]:
-    """Token ids of each text without special tokens and, with `offsets`, the characters (begin, end) of each token."""
+def whole_texts(tokenizer: Any) -> Any:
+    """The Rust tokenizer inside, set to neither truncate nor pad. What it did before is not part of `to_str()` any more."""
     backend = fast_backend(tokenizer)
     backend.no_truncation()
     backend.no_padding()
+    return backend
+
+
+def tokenize(tokenizer: Any, texts: Sequence[str], *, offsets: bool, batch: int = 2048) -> tuple[Ragged, Ragged | None]:
+    """Token ids of each text without special tokens and, with `offsets`, the characters (begin, end) of each token."""
+    backend = whole_texts(tokenizer)
     ids: list[Ints] = []
     spans: list[Ints] = []
     for begin in range(0, len(texts), batch):
@@ -96,9 +102,7 @@ class Template:
     @classmethod
     def read(cls, tokenizer: Any, texts: int) -> Template:
         """Reads the template from an encoded sample of one or two texts."""
-        backend = fast_backend(tokenizer)
-        backend.no_truncation()
-        backend.no_padding()
+        backend = whole_texts(tokenizer)
         sample = ("one", "two")[:texts]
         encoding = backend.encode(*sample, add_special_tokens=True)
         special = encoding.special_tokens_mask

@@ -117,11 +117,13 @@ class OptionParser(StrictValues, HfArgumentParser):  # type: ignore[misc]
         """Parses a command line and checks the range of every option."""
         try:
             *options, rest = self.parse_args_into_dataclasses(
-                argv, return_remaining_strings=True, look_for_args_file=False
+                _joined(argv), return_remaining_strings=True, look_for_args_file=False
             )
         # transformers raises for bad values, and for packages that some options need
         except (ValueError, TypeError, ImportError, ArithmeticError, OSError) as error:
             raise UserError(f"stoker {self.command}: {one_line(error)}") from None
+        if rest and not rest[0].startswith("-"):
+            self.error(f"{rest[0]!r} is one value too many for the option before it")
         if rest:
             close = difflib.get_close_matches(rest[0].partition("=")[0], self.option_names, n=1, cutoff=0.7)
             hint = f" (did you mean {close[0]}?)" if close else ""
@@ -129,6 +131,26 @@ class OptionParser(StrictValues, HfArgumentParser):  # type: ignore[misc]
         for one in options:
             _check_range(one)
         return tuple(options)
+
+
+_COMMA_SEPARATED = ("text_column_names", "column_names", "matryoshka_dims", "metric_name", "lora_targets")
+"""Options with several values in one. A recipe may have them as a list, and a command line with spaces."""
+
+
+def _joined(argv: list[str]) -> list[str]:
+    """`--text_column_names a b` as `--text_column_names a,b`."""
+    words: list[str] = []
+    several = False  # whether the last word belongs to one of these options
+    for word in argv:
+        value_before = bool(words) and not (words[-1].startswith("-") and "=" not in words[-1])
+        if word.startswith("-"):
+            several = word.partition("=")[0].removeprefix("--").replace("-", "_") in _COMMA_SEPARATED
+            words.append(word)
+        elif several and value_before:
+            words[-1] = f"{words[-1].removesuffix(',')},{word}"
+        else:
+            words.append(word)
+    return words
 
 
 _AT_LEAST_1 = (

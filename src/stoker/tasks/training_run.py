@@ -9,7 +9,7 @@ import os
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -31,8 +31,8 @@ from stoker.tasks.training_options import OptionParser, check_optimizer, given
 from stoker.whole_files import write_text
 
 __all__ = [
-    "Job", "begin", "cut", "finish", "machine_rates", "make_trainer", "train", "wanted_splits", "write_json",
-    "write_predictions",
+    "Job", "Prepared", "begin", "check_and_describe", "cut", "evaluate", "finish", "machine_rates", "make_trainer", "train",
+    "wanted_splits", "write_json", "write_predictions",
 ]  # fmt: skip
 
 log = logging.getLogger("stoker")
@@ -62,6 +62,23 @@ class Job:
         """The file given for a split, if any, and the largest number of rows to use of it."""
         limit = {"validation": "eval", "test": "predict"}.get(split, split)
         return getattr(self.data, f"{split}_file"), getattr(self.data, f"max_{limit}_samples")
+
+
+class Prepared(Protocol):
+    """What a task has read for a command. It makes any number of trainers, each with a model of its own.
+
+    The jobs of these trainers have the same data; `stoker tune` changes other options from one to the next.
+    """
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        """What its evaluation measures, without `eval_`, the main one first."""
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """Further arguments of `train`."""
+
+    def trainer(self, job: Job) -> Trainer: ...
 
 
 def begin(task: str, argv: list[str], data_options: Any, arguments: Any = TrainingArguments) -> Job:
@@ -162,10 +179,13 @@ def cut(rows: Sequence[Any], most: int | None) -> Sequence[Any]:
     return rows if most is None else rows[:most]
 
 
-def train(
+def check_and_describe(
     job: Job, trainer: Trainer, *, rows_at_once: int | None = None, less_memory: str | None = None, **facts: Any
-) -> None:
-    """Trains, then saves model, metrics and state. `facts` are added to the run's log; the others are for `check_memory`."""
+) -> int:
+    """Checks that the batches fit into memory, and tells the run's log what the run is; returns the number of rows.
+
+    `facts` are added to the log; the others are for `check_memory`.
+    """
     args = job.args
     lengths = lengths_of(trainer.train_dataset, args.length_column_name)
     optimized = getattr(args, "use_ipex", None) is not False
@@ -181,6 +201,13 @@ def train(
         "command": shlex.join(job.command),
         **facts,
     }
+    return len(lengths)
+
+
+def train(job: Job, trainer: Trainer, **settings: Any) -> None:
+    """Trains, then saves model, metrics and state. `settings` are those of `check_and_describe`."""
+    args = job.args
+    rows = check_and_describe(job, trainer, **settings)
     folder = Path(args.output_dir)
     with lock.only_run_in(folder, restarted=Start.read(folder).again):
         if args.should_save:
@@ -193,8 +220,15 @@ def train(
         seconds, loss = result.metrics.get("train_runtime", 0.0), result.metrics.get("train_loss", 0.0)
         job.print(f"trained to step {result.global_step:,} in {seconds:,.0f} s, mean loss {loss:.3f}")
         if args.should_save:
-            trainer.save_metrics("train", {**result.metrics, "train_samples": len(lengths)})
+            trainer.save_metrics("train", {**result.metrics, "train_samples": rows})
             trainer.save_state()
+
+
+def evaluate(trainer: Any, examples: int) -> dict[str, Any]:
+    """The metrics of the validation data, which has so many examples; they are saved, too."""
+    metrics: dict[str, Any] = trainer.evaluate()
+    trainer.save_metrics("eval", {**metrics, "eval_samples": examples})  # on the first rank only
+    return metrics
 
 
 def make_trainer(

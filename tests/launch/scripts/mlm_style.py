@@ -4,6 +4,7 @@ KILL_AT names the step in which it kills itself; started again, it resumes from 
 """
 
 import hashlib
+import json
 import os
 import signal
 
@@ -55,6 +56,7 @@ def main() -> None:
     for name, value in sorted(trainer.model.state_dict().items()):
         digest.update(name.encode() + value.numpy().tobytes())
     print("WEIGHTS", digest.hexdigest())
+    print("LOG", json.dumps(trainer.state.log_history))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from stoker.tasks.cache import Arrays, cached, fingerprint
 from stoker.tasks.classify.data import Example, Labels
-from stoker.tasks.tokens import Ragged, Template, distinct, fast_backend, tokenize
+from stoker.tasks.tokens import Ragged, Template, distinct, tokenize, whole_texts
 
 __all__ = ["Rows", "make_rows"]
 
@@ -64,7 +64,7 @@ def make_rows(
         ids, _ = tokenize(tokenizer, texts, offsets=False)
         return {"ids": ids.values, "ends": ids.ends}
 
-    found, _ = cached("classify", fingerprint(texts, [fast_backend(tokenizer).to_str()]), make, fresh=fresh)
+    found, _ = cached("classify", fingerprint(texts, [whole_texts(tokenizer).to_str()]), make, fresh=fresh)
     tokens = Ragged(found["ids"], found["ends"])  # type: ignore[arg-type]
     numbers = index.reshape(-1, count)
     kept = _truncated(tokens.lengths[numbers], max_seq_length - template.specials)

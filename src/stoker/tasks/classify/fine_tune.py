@@ -14,12 +14,13 @@ from stoker.tasks.classify.data import GLUE, Example, Labels
 from stoker.tasks.classify.features import Rows, make_rows
 from stoker.tasks.classify.labelled_examples import check_labels, split_examples
 from stoker.tasks.classify.metrics import METRICS, is_combined, measure
-from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, row_length
+from stoker.tasks.loading import load_config, load_config_and_tokenizer, load_model, row_length
+from stoker.tasks.shown_rows import right_and_wrong, spread
 from stoker.tasks.training_options import DataOptions, check_best, check_label_names, padding_option
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
-__all__ = ["ClassifyOptions", "main"]
+__all__ = ["ClassifyOptions", "begin", "main", "prepare"]
 
 log = logging.getLogger("stoker")
 
@@ -62,21 +63,57 @@ def predict_all_rows(args: Any) -> None:
             setattr(args, name, value)
 
 
-def main(argv: list[str]) -> int:
+def begin(argv: list[str]) -> training_run.Job:
     job = training_run.begin("classify", argv, ClassifyOptions)
     args, options = job.args, job.data
-    from transformers import AutoModelForSequenceClassification, set_seed
-
     if options.task_name is not None:
         options.task_name = options.task_name.lower()
         if options.task_name not in GLUE:
             raise UserError(f"--task_name {options.task_name} is not a GLUE task; choose one of {', '.join(GLUE)}")
     check_label_names(args)
     predict_all_rows(args)
-    set_seed(args.seed)
+    check_best(args, job.argv, _metrics(_metric_names(options)), "loss")
+    return job
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The rows of each set, their labels, and what a model for them needs."""
+
+    sets: dict[str, Rows]
+    labels: Labels | None
+    """None for numbers."""
+    names: Sequence[str]
+    """The metrics that are printed."""
+    tokenizer: Any
+    config: Any
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        return _metrics(self.names)
+
+    @property
+    def training(self) -> dict[str, Any]:
+        return {}
+
+    def trainer(self, job: training_run.Job) -> Trainer:
+        from transformers import AutoModelForSequenceClassification, set_seed
+
+        set_seed(job.args.seed)
+        model = load_model(AutoModelForSequenceClassification, job.model, self.config)
+        regression = self.labels is None
+        trainer: Trainer = training_run.make_trainer(
+            job, Trainer, model, self.tokenizer, self.sets,
+            # Encoder-decoder models return hidden states beside the logits.
+            preprocess_logits_for_metrics=lambda found, _: found[0] if isinstance(found, tuple) else found,
+            compute_metrics=lambda found: measure(self.names, found.predictions, found.label_ids, regression=regression),
+        )  # fmt: skip
+        return trainer
+
+
+def prepare(job: training_run.Job) -> Prepared:
+    options = job.data
     regression = _regression(options)
-    names = _metric_names(options, regression)
-    check_best(args, job.argv, ["loss", *names, *(["combined_score"] if is_combined(names) else [])], "loss")
     raw, classes = _data(job, regression)
     labels = None if regression else _labels(job, raw, classes)
     changes: dict[str, Any] = {"finetuning_task": options.task_name}
@@ -85,33 +122,29 @@ def main(argv: list[str]) -> int:
         changes["problem_type"] = "single_label_classification"  # the model may have been trained for another one
     else:
         changes |= {"num_labels": 1, "problem_type": "regression"}
-    config = load_config(job.model, **changes)
-    tokenizer = load_tokenizer(job.model)
-    check_vocabulary(tokenizer, config, job.model.model_name_or_path)
+    config, tokenizer = load_config_and_tokenizer(job.model, **changes)
     length = row_length(options.max_seq_length, tokenizer, config)
     sets = {
         split: make_rows(examples, tokenizer, labels, max_seq_length=length, fresh=options.overwrite_cache)
         for split, examples in raw.items()
     }
-    model = load_model(AutoModelForSequenceClassification, job.model, config)
-    trainer: Trainer = training_run.make_trainer(
-        job,
-        Trainer,
-        model,
-        tokenizer,
-        sets,
-        # Encoder-decoder models return hidden states beside the logits.
-        preprocess_logits_for_metrics=lambda found, _: found[0] if isinstance(found, tuple) else found,
-        compute_metrics=lambda found: measure(names, found.predictions, found.label_ids, regression=regression),
-    )
+    return Prepared(sets, labels, _metric_names(options), tokenizer, config)
+
+
+def main(argv: list[str]) -> int:
+    job = begin(argv)
+    args = job.args
+    found = prepare(job)
+    sets, labels, names = found.sets, found.labels, found.names
+    trainer = found.trainer(job)
     metrics: dict[str, Any] = {}
     if args.do_train:
-        training_run.train(job, trainer)
+        training_run.train(job, trainer, **found.training)
     if args.do_eval:
         metrics = trainer.evaluate()
         if second := sets.get(_SECOND["validation"]):
-            found = trainer.predict(second, metric_key_prefix="eval").metrics
-            metrics |= {f"{name}_mm": value for name, value in found.items()}  # as run_glue.py names them
+            mismatched = trainer.predict(second, metric_key_prefix="eval").metrics
+            metrics |= {f"{name}_mm": value for name, value in mismatched.items()}  # as run_glue.py names them
             metrics["eval_samples_mm"] = len(second)
         trainer.save_metrics("eval", {**metrics, "eval_samples": len(sets["validation"])})
         job.print(_summary(names, metrics, len(sets["validation"])))
@@ -135,7 +168,12 @@ def _regression(options: Any) -> bool:
     return options.task_name in GLUE and GLUE[options.task_name].regression
 
 
-def _metric_names(options: Any, regression: bool) -> list[str]:
+def _metrics(names: Sequence[str]) -> list[str]:
+    """All that evaluation measures."""
+    return [*names, *(["combined_score"] if is_combined(names) else []), "loss"]
+
+
+def _metric_names(options: Any) -> list[str]:
     if options.metric_name:
         names = [name.strip() for name in options.metric_name.split(",")]
         for name in names:
@@ -144,7 +182,7 @@ def _metric_names(options: Any, regression: bool) -> list[str]:
         return names
     if options.task_name in GLUE:
         return list(GLUE[options.task_name].metrics)
-    return ["mse", "pearson"] if regression else ["accuracy", "f1"]
+    return ["mse", "pearson"] if _regression(options) else ["accuracy", "f1"]
 
 
 def _summary(names: Sequence[str], metrics: dict[str, Any], rows: int, ending: str = "") -> str:
@@ -191,20 +229,20 @@ def _predict(job: training_run.Job, trainer: Trainer, rows: Rows, labels: Labels
 
 
 def _report_examples(trainer: Trainer, rows: Rows, labels: Labels | None, most: int = 6) -> list[dict[str, Any]]:
-    """Some correct and some wrong rows for the report."""
+    """Some right and some wrong rows for the report."""
     if labels is None:
         return []
-    part = np.linspace(0, len(rows) - 1, min(len(rows), 200)).astype(int)
+    part = spread(len(rows), 200)
     from torch.utils.data import Subset
 
-    logits = trainer.predict(Subset(rows, part.tolist()), metric_key_prefix="shown").predictions
-    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    logits = trainer.predict(Subset(rows, part), metric_key_prefix="shown").predictions
+    shown: list[dict[str, Any]] = []
     for number, row in zip(part, logits, strict=True):
         example, prediction = rows.examples[number], labels.names[int(row.argmax())]
         right = prediction == str(example.label)
         share = float(np.exp(row - row.max()).max() / np.exp(row - row.max()).sum())
-        found[right].append(
+        shown.append(
             {"id": example.id, "texts": list(example.texts), "answer": prediction, "expected": [str(example.label)],
              "right": right, "probability": round(share, 4)}
         )  # fmt: skip
-    return found[True][:most] + found[False][:most]
+    return right_and_wrong(shown, most)

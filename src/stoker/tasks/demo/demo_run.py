@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from stoker.errors import UserError, one_line
-from stoker.tasks import training_run
+from stoker.tasks import recipe, training_run
 from stoker.tasks.demo import speed
 from stoker.tasks.demo.demo_console import console_on_stdout, headline, print_machine, print_report
 from stoker.tasks.demo.demo_folder import check_folder, prepare_folder
@@ -63,6 +63,9 @@ def run_demo(options: DemoOptions) -> int:
         "task": "demo", "title": "Learning to read about an invented world", "model": "all-MiniLM-L6-v2",
         "command": " ".join(["stoker", *sys.argv[1:]]),
     }  # fmt: skip
+    repeating = _as_training(options, model, count, trainer.args)
+    trainer.resume_arguments = ["train", "qa", *repeating, f"--output_dir={options.folder}"]
+    recipe.write(options.folder, "qa", repeating)
     headline(console, f"Training on {count:,} questions, evaluating on {len(dev)} about texts it never saw")
     trainer.train()
     trainer.save_model()
@@ -163,6 +166,19 @@ def _trainer(options: DemoOptions, parts: tuple[Any, Any], train: Any, dev: Any)
     return trainer, lambda trained: QuestionAnswerer(trained.eval(), tokenizer, _LENGTH, _STRIDE)
 
 
+def _as_training(options: DemoOptions, model: str, count: int, args: Any) -> list[str]:
+    """The options with which `stoker train qa` does the same; `stoker export` reads from them what to evaluate."""
+    settings = {
+        "model_name_or_path": model, "train_file": options.folder / "train.json",
+        "validation_file": options.folder / "dev.json", "max_train_samples": count, "max_seq_length": _LENGTH,
+        "doc_stride": _STRIDE, "do_train": True, "do_eval": True,
+    }  # fmt: skip
+    same = ("per_device_train_batch_size", "per_device_eval_batch_size", "learning_rate", "warmup_steps",
+            "num_train_epochs", "seed", "logging_steps", "eval_steps", "eval_on_start")  # fmt: skip
+    settings |= {name: getattr(args, name) for name in same} | {"eval_strategy": "steps", "save_strategy": "no"}
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
 def _new_questions(seed: int) -> list[Any]:
     """One question of each kind, about newly generated texts."""
     world = make_world(36, seed=seed + 1, training=False)
@@ -202,3 +218,4 @@ def _print_summary(
     headline(console, f"F1 {before['eval_f1']:.0f} -> {after['eval_f1']:.0f} in {spent / 60:.1f} minutes{faster}")
     print_report(console, options.folder)
     console.print(f'  ask it more: stoker ask --model {options.folder} --text "..." --question "..."')
+    console.print(f"  serve it:    stoker export {options.folder} --to onnx --int8   (needs stoker[onnx])")

@@ -5,6 +5,7 @@ sentence-transformers' trainer, losses and evaluators do the work, on rows that 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from stoker.errors import UserError
@@ -12,6 +13,7 @@ from stoker.tasks import training_run
 from stoker.tasks.embed.evaluators import Evaluation, make_evaluation
 from stoker.tasks.embed.features import Prompts, check_rows, label_scale, make_datasets, usable_for
 from stoker.tasks.embed.neighbours import choose_examples
+from stoker.tasks.fresh_models import FreshModels
 from stoker.tasks.sentences import sentence_run
 from stoker.tasks.sentences.losses import DEFAULTS, LOSSES, Loss
 from stoker.tasks.sentences.st_models import load_sentence_transformer, set_row_length
@@ -21,7 +23,7 @@ from stoker.tasks.sentences.token_table import TokenTable
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
-__all__ = ["EmbedOptions", "arguments_of", "main"]
+__all__ = ["EmbedOptions", "arguments_of", "begin", "main", "prepare"]
 
 
 @dataclass
@@ -50,39 +52,96 @@ def arguments_of(argv: Sequence[str]) -> Any:
     return EmbeddingArguments
 
 
-def main(argv: list[str]) -> int:
+def begin(argv: list[str]) -> training_run.Job:
     job = training_run.begin("embed", argv, EmbedOptions, arguments_of(argv))
-    args, options = job.args, job.data
-    from transformers import set_seed
-
-    if args.do_predict:
+    if job.args.do_predict:
         raise UserError("stoker train embed does not predict a test file; use SentenceTransformer(DIR).encode(texts)")
     sentence_run.set_defaults(job)
-    set_seed(args.seed)
-    model = load_sentence_transformer(job.model)
-    set_row_length(model, options.max_seq_length)
-    dims = _dims(options.matryoshka_dims, model)
+    return job
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The rows of each set, their tokens, and how they are trained on and evaluated."""
+
+    models: FreshModels
+    rows: dict[str, TextRows]
+    sets: dict[str, Any]
+    table: TokenTable
+    prompts: dict[str, str] | None
+    """By column."""
+    dims: Sequence[int]
+    loss: Loss | None
+    """None if nothing is trained."""
+    evaluation: Evaluation | None
+    training: dict[str, Any]
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        return sentence_run.main_first(self.evaluation.metrics if self.evaluation else ())
+
+    def trainer(self, job: training_run.Job) -> Any:
+        from sentence_transformers.sentence_transformer import losses
+        from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
+
+        from stoker.tasks.sentences.st_trainers import EmbeddingTrainer
+
+        model, made = self.models.take(), None
+        if self.loss is not None:
+            sentence_run.set_batches(job, self.loss)  # this job may have others than the one that `prepare` has checked
+            check_rows(self.loss, self.rows["train"], job.args.per_device_train_batch_size)
+            gathered = {"gather_across_devices": True} if job.data.gather_across_devices else {}
+            made = sentence_run.build_loss(job, losses, self.loss, model, **gathered)
+            if self.dims:
+                made = losses.MatryoshkaLoss(model, made, self.dims)
+        job.args.prompts = self.prompts
+        collator = SentenceTransformerDataCollator(preprocess_fn=self.table, prompts=self.prompts)
+        return training_run.make_trainer(
+            job, EmbeddingTrainer, model, model.tokenizer, self.sets, loss=made, data_collator=collator,
+            evaluator=self.evaluation.evaluator if self.evaluation else None,
+        )  # fmt: skip
+
+
+def prepare(job: training_run.Job) -> Prepared:
+    args = job.args
+    models = FreshModels.of(lambda: _load(job))
+    dims = _dims(job.data.matryoshka_dims, models.first)
     rows = {split: read_split(job, split) for split in training_run.wanted_splits(args)}
     corpus = read_corpus(job)
     loss = _choose_loss(job, rows["train"]) if "train" in rows else None
-    prompts = _prompts(job, model, rows)
+    prompts = _prompts(job, models.first, rows)
     evaluation = _evaluation(job, rows["validation"], corpus, dims) if "validation" in rows else None
-    shown = rows.get("validation", rows.get("train"))
     if loss is not None:
-        rows["train"] = sentence_run.add_negatives(job, rows["train"], model, corpus)
+        rows["train"] = sentence_run.add_negatives(job, rows["train"], models.first, corpus)
         check_rows(loss, rows["train"], args.per_device_train_batch_size)
-    sets, table = _datasets(job, model, rows, prompts, loss)
-    trainer = _trainer(job, model, sets, table, loss, dims, evaluation)
-    examples = choose_examples(shown) if options.samples and loss is not None and shown is not None else None
-    metrics: dict[str, Any] = {}
-    if loss is not None:
-        sentence_run.measure_before(job, model, examples)
-        sentence_run.train(job, trainer, loss, rows["train"].kind, LOSSES)
-    if evaluation is not None and args.do_eval:
-        metrics = sentence_run.evaluate(job, trainer, evaluation.metrics, len(rows["validation"]))
-    sentence_run.write_examples(job, trainer, examples)
+    used = {split: one for split, one in rows.items() if loss is not None and usable_for(loss, one)}
+    sets, table = _datasets(job, models.first, used, prompts, loss)
+    training = sentence_run.training_settings(job, rows["train"].kind, loss, LOSSES) if loss is not None else {}
+    return Prepared(models, rows, sets, table, prompts.by_column(used), dims, loss, evaluation, training)
+
+
+def main(argv: list[str]) -> int:
+    job = begin(argv)
+    found = prepare(job)
+    rows, evaluation = found.rows, found.evaluation
+    shown = rows.get("validation", rows.get("train"))
+    trainer = found.trainer(job)
+    examples = choose_examples(shown) if job.data.samples and shown is not None else None
+    train = partial(training_run.train, job, trainer, **found.training) if found.loss is not None else None
+    names, count = (evaluation.metrics, len(rows["validation"])) if evaluation is not None else ((), 0)
+    metrics = sentence_run.train_and_evaluate(job, trainer, train, examples, names, count)
     training_run.finish(job, trainer, metrics)
     return 0
+
+
+def _load(job: training_run.Job) -> Any:
+    from transformers import set_seed
+
+    set_seed(job.args.seed)
+    model = load_sentence_transformer(job.model)
+    set_row_length(model, job.data.max_seq_length)
+    model.prompts |= _asked_prompts(job)
+    return model
 
 
 def _dims(text: str | None, model: Any) -> list[int]:
@@ -110,15 +169,17 @@ def _choose_loss(job: training_run.Job, rows: TextRows) -> Loss:
     return loss
 
 
+def _asked_prompts(job: training_run.Job) -> dict[str, str]:
+    """--query_prompt and --document_prompt, which are saved with the model."""
+    found = {name: getattr(job.data, f"{name}_prompt") for name in ("query", "document")}
+    return {name: prompt for name, prompt in found.items() if prompt is not None}
+
+
 def _prompts(job: training_run.Job, model: Any, rows: dict[str, TextRows]) -> Prompts:
-    """The prompts of queries and documents, which are saved with the model; none for other kinds of data."""
-    ordered = all(one.kind in (PAIRS, TRIPLETS) for one in rows.values())
-    for name in ("query", "document"):
-        if (prompt := getattr(job.data, f"{name}_prompt")) is not None:
-            if not ordered:
-                raise UserError(f"--{name}_prompt is for pairs and triplets, whose first text is a query")
-            model.prompts[name] = prompt
-    if not ordered:
+    """The prompts of queries and documents; none for other kinds of data."""
+    if not all(one.kind in (PAIRS, TRIPLETS) for one in rows.values()):
+        for name in _asked_prompts(job):
+            raise UserError(f"--{name}_prompt is for pairs and triplets, whose first text is a query")
         return Prompts()
     found = Prompts(*(model.prompts.get(name) or "" for name in ("query", "document")))
     if found != Prompts():
@@ -129,37 +190,13 @@ def _prompts(job: training_run.Job, model: Any, rows: dict[str, TextRows]) -> Pr
 def _datasets(
     job: training_run.Job, model: Any, rows: dict[str, TextRows], prompts: Prompts, loss: Loss | None
 ) -> tuple[dict[str, Any], TokenTable]:
-    used = {split: one for split, one in rows.items() if loss is not None and usable_for(loss, one)}
-    job.args.prompts = prompts.by_column(used)
     scale = 1.0 if loss is None else label_scale(loss, rows["train"])
     if loss is not None and scale > 1:
         job.print(f"scores are divided by {scale:g}, because {loss.name} compares them with cosines")
-    return make_datasets(used, model, prompts, scale=scale, fresh=job.data.overwrite_cache)
+    return make_datasets(rows, model, prompts, scale=scale, fresh=job.data.overwrite_cache)
 
 
 def _evaluation(job: training_run.Job, rows: TextRows, corpus: Sequence[str], dims: Sequence[int]) -> Evaluation:
     evaluation = make_evaluation(rows, corpus, dims, batch_size=max(32, job.args.per_device_eval_batch_size))
     sentence_run.prepare_evaluation(job, evaluation.metrics)
     return evaluation
-
-
-def _trainer(
-    job: training_run.Job, model: Any, sets: dict[str, Any], table: TokenTable, loss: Loss | None, dims: Sequence[int],
-    evaluation: Evaluation | None,
-) -> Any:  # fmt: skip
-    from sentence_transformers.sentence_transformer import losses
-    from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
-
-    from stoker.tasks.sentences.st_trainers import EmbeddingTrainer
-
-    made = None
-    if loss is not None:
-        gathered = {"gather_across_devices": True} if job.data.gather_across_devices else {}
-        made = sentence_run.build_loss(job, losses, loss, model, **gathered)
-        if dims:
-            made = losses.MatryoshkaLoss(model, made, dims)
-    collator = SentenceTransformerDataCollator(preprocess_fn=table, prompts=job.args.prompts)
-    return training_run.make_trainer(
-        job, EmbeddingTrainer, model, model.tokenizer, sets, loss=made, data_collator=collator,
-        evaluator=evaluation.evaluator if evaluation else None,
-    )  # fmt: skip

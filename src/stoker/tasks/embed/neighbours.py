@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.tasks.sentences.report_examples import Examples, FirstTexts, PairScores, spread
+from stoker.tasks.sentences.report_examples import Examples, FirstTexts, PairScores
 from stoker.tasks.sentences.text_rows import LABELLED, PAIRS, SCORED, TextRows
+from stoker.tasks.shown_rows import spread
 
 __all__ = ["choose_examples"]
 

@@ -7,6 +7,7 @@ with what Stoker adds, because SetFit's own trainer has few options and cannot r
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ from stoker.tasks.classify.labelled_examples import check_labels, split_examples
 from stoker.tasks.embed.features import Prompts, make_datasets
 from stoker.tasks.fewshot.classifier_head import Head
 from stoker.tasks.fewshot.pairs import STRATEGIES, make_pairs, sample_examples
+from stoker.tasks.fresh_models import FreshModels
 from stoker.tasks.sentences import sentence_run
 from stoker.tasks.sentences.losses import LOSSES
-from stoker.tasks.sentences.report_examples import Examples, spread
+from stoker.tasks.sentences.report_examples import Classes, Examples
 from stoker.tasks.sentences.st_models import load_sentence_transformer, set_row_length
+from stoker.tasks.shown_rows import spread
 from stoker.tasks.training_options import DataOptions
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
-__all__ = ["FewshotOptions", "arguments_of", "main"]
+__all__ = ["FewshotOptions", "arguments_of", "begin", "main", "prepare"]
 
 _LOSS = LOSSES["CosineSimilarityLoss"]
 """SetFit's default."""
@@ -68,25 +71,49 @@ def arguments_of(argv: Sequence[str]) -> Any:
     return FewshotArguments
 
 
-def main(argv: list[str]) -> int:
+def begin(argv: list[str]) -> training_run.Job:
     job = training_run.begin("fewshot", argv, FewshotOptions, arguments_of(argv))
-    args, options = job.args, job.data
-    from transformers import set_seed
+    if job.data.validation_file:
+        job.args.do_eval = True
+    return job
 
-    from stoker.tasks.fewshot.head_fit import METRICS, HeadEvaluator, HeadFit, Predictions, predict
 
-    if options.validation_file:
-        args.do_eval = True
-    set_seed(args.seed)
+@dataclass(frozen=True)
+class Prepared:
+    """The examples of each set, and how the classifier is fitted and evaluated."""
+
+    models: FreshModels
+    raw: dict[str, Sequence[Example]]
+    head_of: Any
+    """The classifier for an embedding model."""
+    fit: Any
+    """None if nothing is trained."""
+    evaluator: Any
+    training: dict[str, Any]
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        from stoker.tasks.fewshot.head_fit import METRICS
+
+        return sentence_run.main_first(METRICS, loss=False)
+
+    def trainer(self, job: training_run.Job) -> Any:
+        return _trainer(job, self.models.take(), self.fit, self.evaluator)
+
+
+def prepare(job: training_run.Job) -> Prepared:
+    from stoker.tasks.fewshot.head_fit import METRICS, HeadEvaluator, HeadFit
+
+    args = job.args
     raw, classes = _read(job)
-    model = load_sentence_transformer(job.model)
-    set_row_length(model, options.max_seq_length)
-    loaded = None if "train" in raw else _loaded_head(job, model)
+    models = FreshModels.of(lambda: _load(job))
+    loaded = None if "train" in raw else _loaded_head(job, models.first)
     labels = _labels(raw, classes, loaded)
-    fit = None
+    fit, training = None, {}
     if "train" in raw:
         chosen = _choose(job, raw["train"], labels)
         fit = HeadFit(_texts(chosen), [labels.number(one.label) for one in chosen], labels.names)
+        training = {"data": f"{len(fit.texts)} examples of {len(labels.names)} classes", "loss": _LOSS.name}
 
     def head_of(body: Any) -> Head:
         head = loaded if fit is None else fit(body)
@@ -94,31 +121,47 @@ def main(argv: list[str]) -> int:
         return head
 
     evaluator: Any = None
-    examples: Examples | None = None
     if validation := raw.get("validation"):
         numbers = [labels.number(one.label) for one in validation]
         evaluator = HeadEvaluator(head_of, _texts(validation), numbers, args.per_device_eval_batch_size)
         sentence_run.prepare_evaluation(job, METRICS, loss=False)
-        if fit is not None and options.samples:
-            shown = [validation[n] for n in spread(len(validation), _SHOWN)]
-            examples = Predictions("Classes of texts", head_of, _texts(shown), [str(one.label) for one in shown])
-    trainer = _trainer(job, model, fit, evaluator)
-    metrics: dict[str, Any] = {}
-    if fit is not None:
-        sentence_run.measure_before(job, model, examples)
-        training_run.train(
-            job, trainer, data=f"{len(fit.texts)} examples of {len(labels.names)} classes", loss=_LOSS.name
-        )
-    if validation and args.do_eval:
-        metrics = sentence_run.evaluate(job, trainer, METRICS, len(validation))
-    sentence_run.write_examples(job, trainer, examples)
+    return Prepared(models, raw, head_of, fit, evaluator, training)
+
+
+def main(argv: list[str]) -> int:
+    from stoker.tasks.fewshot.head_fit import METRICS, predict, predicted_classes
+
+    job = begin(argv)
+    args, options = job.args, job.data
+    found = prepare(job)
+    raw, head_of = found.raw, found.head_of
+    validation = raw.get("validation")
+    examples: Examples | None = None
+    if validation and found.fit is not None and options.samples:
+        shown = [validation[n] for n in spread(len(validation), _SHOWN)]
+        examples = Classes(
+            "Classes of texts", [one.texts for one in shown], [str(one.label) for one in shown],
+            lambda body: predicted_classes(body, head_of(body), _texts(shown)),
+        )  # fmt: skip
+    trainer = found.trainer(job)
+    train = partial(training_run.train, job, trainer, **found.training) if found.fit is not None else None
+    metrics = sentence_run.train_and_evaluate(job, trainer, train, examples, METRICS, len(validation or ()))
     if args.do_predict and args.should_save:
-        head = trainer.head or head_of(model)
-        found = predict(trainer.model, head, _texts(raw["test"]), args.per_device_eval_batch_size)
-        names = (head.labels[int(row.argmax())] for row in found)
+        head = trainer.head or head_of(trainer.model)
+        rows = predict(trainer.model, head, _texts(raw["test"]), args.per_device_eval_batch_size)
+        names = (head.labels[int(row.argmax())] for row in rows)
         training_run.write_predictions(job, [one.id for one in raw["test"]], names)
     training_run.finish(job, trainer, metrics)
     return 0
+
+
+def _load(job: training_run.Job) -> Any:
+    from transformers import set_seed
+
+    set_seed(job.args.seed)
+    model = load_sentence_transformer(job.model)
+    set_row_length(model, job.data.max_seq_length)
+    return model
 
 
 def _read(job: training_run.Job) -> tuple[dict[str, Sequence[Example]], tuple[str, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,13 @@ from sentence_transformers.base.evaluation import BaseEvaluator
 
 from stoker.tasks.classify.metrics import measure
 from stoker.tasks.fewshot.classifier_head import Head
-from stoker.tasks.sentences.report_examples import Examples
 
-__all__ = ["METRICS", "HeadEvaluator", "HeadFit", "Predictions", "predict"]
+__all__ = ["METRICS", "HeadEvaluator", "HeadFit", "predict", "predicted_classes"]
 
 METRICS = ("f1", "accuracy")
 """The last one is the main one."""
 _ITERATIONS = 1000
 """scikit-learn's default, 100, is sometimes too few to converge; the optimum is the same."""
-_LONGEST = 600
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,11 @@ def predict(model: Any, head: Head, texts: Sequence[str], batch_size: int = 32) 
     )
 
 
+def predicted_classes(model: Any, head: Head, texts: Sequence[str]) -> list[tuple[str, float]]:
+    """The most likely class of each text, with its probability."""
+    return [(head.labels[int(row.argmax())], float(row.max())) for row in predict(model, head, texts)]
+
+
 class HeadEvaluator(BaseEvaluator):  # type: ignore[misc]
     """Accuracy and F1 on labelled texts, for sentence-transformers' trainer."""
 
@@ -67,40 +70,3 @@ class HeadEvaluator(BaseEvaluator):  # type: ignore[misc]
         found = predict(model, self.head_of(model), self.texts, self.batch_size)
         scores = measure(METRICS, found, self.classes, regression=False)
         return {name: scores[name] for name in METRICS}
-
-
-@dataclass
-class Predictions(Examples):
-    """What is predicted for some texts."""
-
-    head_of: HeadOf
-    texts: Sequence[str]
-    expected: Sequence[str]
-    found: list[list[tuple[str, float]]] = field(default_factory=list)
-
-    def _measure(self, model: Any) -> None:
-        head = self.head_of(model)
-        rows = predict(model, head, self.texts)
-        self.found.append([(head.labels[int(row.argmax())], float(row.max())) for row in rows])
-
-    def rows(self, most: int) -> list[dict[str, Any]]:
-        """Texts whose class was wrong before and is right now come first, then those for which it is wrong."""
-        before, after = self.found[0], self.found[-1]
-        everything = range(len(self.texts))
-        good = [n for n in everything if after[n][0] == self.expected[n]]
-        good.sort(key=lambda n: before[n][0] == self.expected[n])
-        bad = [n for n in everything if after[n][0] != self.expected[n]]
-        return [
-            {
-                "texts": [self.texts[n][:_LONGEST]],
-                "before": _shown(before[n]),
-                "answer": _shown(after[n]),
-                "expected": [self.expected[n]],
-                "right": after[n][0] == self.expected[n],
-            }
-            for n in [*good[:most], *bad[:most]]
-        ]
-
-
-def _shown(found: tuple[str, float]) -> str:
-    return f"{found[0]} ({found[1]:.0%})"

@@ -21,7 +21,7 @@ from stoker.tasks.cache import fingerprint
 from stoker.tasks.faults import Faults
 from stoker.tasks.mlm.texts import Source
 from stoker.tasks.token_store import Batch, StoredTokens, stored
-from stoker.tasks.tokens import Template, fast_backend
+from stoker.tasks.tokens import Template, whole_texts
 
 __all__ = ["TextRows", "make_rows", "tokenize_sources"]
 
@@ -94,8 +94,7 @@ def tokenize_sources(
     say: Callable[[str], None] = lambda _: None,
 ) -> StoredTokens:
     """The tokens of all texts, each with its special tokens; from the cache if they were tokenized before."""
-    backend = fast_backend(tokenizer)
-    key = fingerprint([source.fingerprint() for source in sources], [backend.to_str()])
+    key = fingerprint([source.fingerprint() for source in sources], [whole_texts(tokenizer).to_str()])
     seen: list[dict[str, Any]] = []
 
     def texts() -> Iterator[list[str]]:
@@ -124,9 +123,7 @@ def tokenize_sources(
 
 def encoded(tokenizer: Any, texts: Iterator[list[str]]) -> Iterator[Batch]:
     """Token ids of lists of texts. The tokenizer's threads encode the next list while this one is being collected."""
-    backend = fast_backend(tokenizer)
-    backend.no_truncation()
-    backend.no_padding()
+    backend = whole_texts(tokenizer)
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
 
     def encode(part: list[str]) -> list[Any]:

@@ -1,5 +1,6 @@
 """`stoker train mlm`: continues the pre-training of a model on texts of any size, by masked words."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,24 +8,16 @@ from stoker.distributed.agreement import once_per_machine, several_ranks
 from stoker.english import counted
 from stoker.errors import UserError
 from stoker.tasks import hub, training_run
-from stoker.tasks.loading import (
-    check_vocabulary,
-    load_config,
-    load_model,
-    load_tokenizer,
-    most_tokens,
-    row_length,
-)
+from stoker.tasks.loading import load_config_and_tokenizer, load_model, row_length
 from stoker.tasks.mlm.features import TextRows, make_rows, tokenize_sources
 from stoker.tasks.mlm.texts import FileTexts, HubTexts, Source, expand
 from stoker.tasks.training_options import DataOptions, check_best, given, padding_option
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
-__all__ = ["MlmOptions", "main"]
+__all__ = ["MlmOptions", "begin", "main", "prepare"]
 
-_LONGEST = 512
-"""Tokens of a row unless --max_seq_length says otherwise."""
+_METRICS = ("loss", "perplexity", "masked_accuracy")
 
 
 @dataclass
@@ -60,38 +53,66 @@ class MlmOptions(DataOptions):
     pad_to_max_length: bool = padding_option(default=False)
 
 
-def main(argv: list[str]) -> int:
+def begin(argv: list[str]) -> training_run.Job:
     job = training_run.begin("mlm", argv, MlmOptions)
-    args, options = job.args, job.data
-    from transformers import AutoModelForMaskedLM, set_seed
-
-    from stoker.tasks.mlm.mask_samples import samples
-    from stoker.tasks.mlm.masked_trainer import MlmTrainer
-    from stoker.tasks.mlm.masking import MaskingCollator
-
     _check(job)
-    set_seed(args.seed)
-    config = load_config(job.model)
-    tokenizer = load_tokenizer(job.model)
-    check_vocabulary(tokenizer, config, job.model.model_name_or_path)
+    return job
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The rows of each set, and what a model for them needs."""
+
+    sets: dict[str, TextRows]
+    options: MlmOptions
+    tokenizer: Any
+    config: Any
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        return _METRICS
+
+    @property
+    def training(self) -> dict[str, Any]:
+        return {"masking": self.options.masking}
+
+    def trainer(self, job: training_run.Job) -> Any:
+        from transformers import AutoModelForMaskedLM, set_seed
+
+        from stoker.tasks.mlm.masked_trainer import MlmTrainer
+        from stoker.tasks.mlm.masking import MaskingCollator
+
+        set_seed(job.args.seed)
+        model = load_model(AutoModelForMaskedLM, job.model, self.config)
+        collator = MaskingCollator(self.tokenizer, self.options.masking, self.options.mlm_probability)
+        return training_run.make_trainer(job, MlmTrainer, model, self.tokenizer, self.sets, data_collator=collator)
+
+
+def prepare(job: training_run.Job) -> Prepared:
+    options = job.data
+    config, tokenizer = load_config_and_tokenizer(job.model)
     if tokenizer.mask_token is None:
         raise UserError(
             f"the tokenizer of {job.model.model_name_or_path} has no mask token, so this is no model for masked words; "
             "`stoker train sft` trains language models on texts"
         )
-    wanted = options.max_seq_length or min(most_tokens(_LONGEST, tokenizer, config), _LONGEST)
-    length = row_length(wanted, tokenizer, config)
-    collator = MaskingCollator(tokenizer, options.masking, options.mlm_probability)
-    sets = _sets(job, tokenizer, length)
-    model = load_model(AutoModelForMaskedLM, job.model, config)
-    trainer: MlmTrainer = training_run.make_trainer(job, MlmTrainer, model, tokenizer, sets, data_collator=collator)
+    length = row_length(options.max_seq_length, tokenizer, config)
+    return Prepared(_sets(job, tokenizer, length), options, tokenizer, config)
+
+
+def main(argv: list[str]) -> int:
+    from stoker.tasks.mlm.mask_samples import samples
+
+    job = begin(argv)
+    args = job.args
+    found = prepare(job)
+    sets = found.sets
+    trainer = found.trainer(job)
     metrics: dict[str, Any] = {}
     if args.do_train:
-        training_run.train(job, trainer, masking=options.masking)
+        training_run.train(job, trainer, **found.training)
     if args.do_eval:
-        metrics = trainer.evaluate()
-        if args.should_save:
-            trainer.save_metrics("eval", {**metrics, "eval_samples": len(sets["validation"])})
+        metrics = training_run.evaluate(trainer, len(sets["validation"]))
         job.print(_summary(metrics, len(sets["validation"])))
     if args.do_train and args.should_save:
         shown = sets.get("validation", sets["train"])
@@ -112,7 +133,7 @@ def _check(job: training_run.Job) -> None:
         )
     if str(args.metric_for_best_model).endswith("perplexity") and not given("greater_is_better", job.argv):
         args.greater_is_better = False  # transformers knows this of losses only
-    check_best(args, job.argv, ["loss", "perplexity", "masked_accuracy"], "loss")
+    check_best(args, job.argv, _METRICS, "loss")
 
 
 def _sets(job: training_run.Job, tokenizer: Any, length: int) -> dict[str, TextRows]:

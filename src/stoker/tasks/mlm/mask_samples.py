@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from stoker.tasks.mlm.features import TextRows
 from stoker.tasks.mlm.masked_trainer import IGNORED, masked_logits
+from stoker.tasks.shown_rows import spread
 
 __all__ = ["samples"]
 
@@ -20,7 +20,7 @@ _TOKENS = 48
 def samples(trainer: Any, rows: TextRows, most: int = 6) -> list[dict[str, Any]]:
     """Rows spread over the data, masked as in evaluation; the rows of the run log's `examples` entry."""
     tokenizer, model = trainer.processing_class, trainer.model
-    chosen = dict.fromkeys(np.linspace(0, len(rows) - 1, most).astype(int).tolist())
+    chosen = spread(len(rows), most)
     items = [{name: value[:_TOKENS] for name, value in rows[index].items()} for index in chosen]
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(trainer.args.seed)

@@ -99,12 +99,17 @@ class FileTexts:
         except (ValueError, RecursionError):
             return False
 
-    def _blocks(self) -> Iterator[tuple[int, bytes]]:
-        """Whole lines of about `_TOGETHER` bytes, with the number of the first one."""
+    def _blocks(self, longest: float = float("inf")) -> Iterator[tuple[int, bytes]]:
+        """Whole lines of about `_TOGETHER` bytes, with the number of the first one; lines of `longest` bytes are divided."""
         number, left = 1, b""
         for piece in self._pieces():
             left += piece
-            if len(left) < _TOGETHER or (end := left.rfind(b"\n") + 1) == 0:
+            if len(left) < _TOGETHER:
+                continue
+            end = left.rfind(b"\n") + 1
+            if not end and len(left) >= longest:
+                end = _word_end(left)
+            if not end:
                 continue
             yield number, left[:end]
             number += left.count(b"\n", 0, end)
@@ -112,9 +117,9 @@ class FileTexts:
         if left:
             yield number, left
 
-    def _decoded(self, faults: Faults) -> Iterator[tuple[int, list[str]]]:
+    def _decoded(self, faults: Faults, longest: float = float("inf")) -> Iterator[tuple[int, list[str]]]:
         """Blocks of lines, with the number of the first one; lines that are not UTF-8 are reported, and empty."""
-        for number, block in self._blocks():
+        for number, block in self._blocks(longest):
             if number == 1:
                 block = block.removeprefix(b"\xef\xbb\xbf")
             try:
@@ -131,7 +136,7 @@ class FileTexts:
             yield number, lines
 
     def _lines(self, faults: Faults) -> Iterator[list[str]]:
-        for number, lines in self._decoded(faults):
+        for number, lines in self._decoded(faults, 4 * _LONGEST):  # a character has at most four bytes
             if any("\0" in line for line in lines):
                 at = next(n for n, line in enumerate(lines, number) if "\0" in line)
                 raise UserError(
@@ -178,6 +183,13 @@ class HubTexts:
 
     def texts(self, faults: Faults) -> Iterator[list[str]]:
         return _column(self.split.rows(), self.column, faults)
+
+
+def _word_end(block: bytes) -> int:
+    """Where UTF-8 text can be divided: at its last space, else before its last character."""
+    if (space := block.rfind(b" ")) > 0:
+        return space
+    return max((at for at in range(len(block) - 4, len(block)) if block[at] & 0xC0 != 0x80), default=len(block))
 
 
 def _divided(text: str) -> Iterator[str]:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from stoker.errors import UserError
 from stoker.tasks.cache import Arrays, cached, fingerprint
 from stoker.tasks.ner.data import Sentence
-from stoker.tasks.tokens import Ragged, Template, fast_backend, pieces, tokenize
+from stoker.tasks.tokens import Ragged, Template, pieces, tokenize, whole_texts
 
-__all__ = ["IGNORED", "Rows", "make_rows"]
+__all__ = ["IGNORED", "Rows", "make_rows", "rows_of_text"]
 
 IGNORED = -100
 """The label of tokens that have none; transformers' own."""
@@ -64,9 +64,9 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
     def example_ids(self, indices: Sequence[int]) -> list[str]:
         return [self.sentences[self.windows[index, 0]].where for index in indices]
 
-    def by_word(self, predicted: Sequence[NDArray[Any]], otherwise: int) -> list[NDArray[np.int64]]:
-        """The predicted label of each word, from those of each window's tokens; `otherwise` for words without tokens."""
-        found = [np.full(len(sentence.words), otherwise, np.int64) for sentence in self.sentences]
+    def by_word(self, predicted: Sequence[NDArray[Any]], otherwise: float) -> list[NDArray[Any]]:
+        """The label or score of each word, from those of each window's tokens; `otherwise` for words without tokens."""
+        found = [np.full(len(sentence.words), otherwise) for sentence in self.sentences]
         for (sentence, begin, _, first, last), labels in zip(self.windows.tolist(), predicted, strict=True):
             words = self.words[sentence][first:last]
             at = self.template.text_begin(0) - begin
@@ -86,8 +86,7 @@ def make_rows(
     fresh: bool = False,
 ) -> Rows:
     """The windows of all sentences. With `all_tokens`, a word's other tokens are labelled, too, as inside of its entity."""
-    template = Template.read(tokenizer, 1)
-    room = max_seq_length - template.specials
+    room = max_seq_length - Template.read(tokenizer, 1).specials
     if room <= doc_stride:
         raise UserError(
             f"windows of --max_seq_length {max_seq_length} have {room} tokens of text and cannot overlap by --doc_stride "
@@ -100,9 +99,33 @@ def make_rows(
         assert spans is not None
         return {"ids": ids.values, "ends": ids.ends, "spans": spans.values}
 
-    found, _ = cached("ner", fingerprint(texts, [fast_backend(tokenizer).to_str()]), make, fresh=fresh)
+    found, _ = cached("ner", fingerprint(texts, [whole_texts(tokenizer).to_str()]), make, fresh=fresh)
     tokens = Ragged(found["ids"], found["ends"])  # type: ignore[arg-type]
-    of_word = _words_of(sentences, found["spans"], tokens.ends)
+    rows = _rows(sentences, tokenizer, tokens, found["spans"], labels, room, doc_stride, all_tokens)
+    if not len(rows):
+        raise UserError("the tokenizer makes no tokens of the data's texts; is it the tokenizer of this language?")
+    return rows
+
+
+def rows_of_text(sentence: Sentence, tokenizer: Any, *, max_seq_length: int, doc_stride: int) -> Rows:
+    """The windows of one sentence without tags, none if it has no tokens; not kept in the cache."""
+    tokens, spans = tokenize(tokenizer, [sentence.text], offsets=True)
+    assert spans is not None
+    room = max_seq_length - Template.read(tokenizer, 1).specials
+    return _rows([sentence], tokenizer, tokens, spans.values, (), room, doc_stride)
+
+
+def _rows(
+    sentences: Sequence[Sentence],
+    tokenizer: Any,
+    tokens: Ragged,
+    spans: NDArray[Any],
+    labels: Sequence[str],
+    room: int,
+    doc_stride: int,
+    all_tokens: bool = False,
+) -> Rows:
+    of_word = _words_of(sentences, spans, tokens.ends)
     before = np.concatenate([[-1], of_word])[:-1]
     before[tokens.ends[:-1][tokens.lengths > 0]] = -1
     starts = np.where(of_word != before, of_word, -1).astype(np.int32)
@@ -115,15 +138,13 @@ def make_rows(
         if length  # a text of characters that the tokenizer drops has no tokens
         for window in _windows(length, room, doc_stride)
     ]
-    if not windows:
-        raise UserError("the tokenizer makes no tokens of the data's texts; is it the tokenizer of this language?")
     return Rows(
         sentences,
         tokens,
         Ragged(starts, tokens.ends),
         None if flat is None else Ragged(flat, tokens.ends),
         np.array(windows, np.int64).reshape(-1, 5),
-        template,
+        Template.read(tokenizer, 1),
     )
 
 

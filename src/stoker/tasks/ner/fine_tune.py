@@ -6,17 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stoker.english import counted
 from stoker.errors import UserError
 from stoker.tasks import hub, training_run
 from stoker.tasks.faults import Faults
-from stoker.tasks.loading import (
-    check_vocabulary,
-    load_config,
-    load_model,
-    load_tokenizer,
-    most_tokens,
-    row_length,
-)
+from stoker.tasks.loading import load_config, load_config_and_tokenizer, load_model, row_length
 from stoker.tasks.ner.data import Columns, Layout, Sentence, collect, converted, read_sentences
 from stoker.tasks.ner.features import Rows, make_rows
 from stoker.tasks.ner.metrics import Entity, entities_of, measure
@@ -24,17 +18,16 @@ from stoker.tasks.ner.predictions import entity_spans, write_predictions
 from stoker.tasks.ner.tags import OUTSIDE, Scheme, iob2, recognise, type_of
 from stoker.tasks.row_predictions import predict_rows
 from stoker.tasks.scoring_trainer import ScoringTrainer
+from stoker.tasks.shown_rows import right_and_wrong
 from stoker.tasks.training_options import DataOptions, check_best, check_label_names, overlap_option, padding_option
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
-__all__ = ["NerOptions", "NerTrainer", "main"]
+__all__ = ["NerOptions", "NerTrainer", "begin", "main", "prepare"]
 
 log = logging.getLogger("stoker")
 
 _METRICS = ("loss", "precision", "recall", "f1", "accuracy")
-_LONGEST = 512
-"""Tokens of a window unless --max_seq_length says otherwise; longer texts are divided."""
 
 
 @dataclass
@@ -105,44 +98,79 @@ def _best_labels(logits: Any, _: Any) -> Any:
     return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
 
 
-def main(argv: list[str]) -> int:
+def begin(argv: list[str]) -> training_run.Job:
     job = training_run.begin("ner", argv, NerOptions)
-    args, options = job.args, job.data
-    from transformers import AutoModelForTokenClassification, set_seed
+    check_best(job.args, job.argv, _METRICS, "f1")
+    check_label_names(job.args)
+    return job
 
-    check_best(args, job.argv, _METRICS, "f1")
-    check_label_names(args)
-    set_seed(args.seed)
+
+@dataclass(frozen=True)
+class Prepared:
+    """The rows of each set, their labels, and what a model for them needs."""
+
+    sets: dict[str, Rows]
+    labels: Labels
+    layouts: dict[str, Layout]
+    """How the file of each set is laid out."""
+    by_type: bool
+    tokenizer: Any
+    config: Any
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        return sorted(_METRICS, key=lambda name: name != "f1")
+
+    @property
+    def training(self) -> dict[str, Any]:
+        return {}
+
+    def trainer(self, job: training_run.Job) -> NerTrainer:
+        from transformers import AutoModelForTokenClassification, set_seed
+
+        set_seed(job.args.seed)
+        model = load_model(AutoModelForTokenClassification, job.model, self.config)
+        trainer: NerTrainer = training_run.make_trainer(
+            job, NerTrainer, model, self.tokenizer, self.sets, labels=self.labels, by_type=self.by_type
+        )
+        return trainer
+
+
+def prepare(job: training_run.Job) -> Prepared:
+    args, options = job.args, job.data
     raw = {split: _read(job, split) for split in training_run.wanted_splits(args)}
     labels = _labels(job, raw)
     sentences = {split: _converted(job, split, data, labels) for split, data in raw.items()}
     numbers = {name: number for number, name in enumerate(labels.names)}
-    config = load_config(job.model, label2id=numbers, id2label=dict(enumerate(labels.names)), finetuning_task="ner")
-    tokenizer = load_tokenizer(job.model)
-    check_vocabulary(tokenizer, config, job.model.model_name_or_path)
-    wanted = options.max_seq_length or min(most_tokens(_LONGEST, tokenizer, config), _LONGEST)
-    length = row_length(wanted, tokenizer, config)
+    config, tokenizer = load_config_and_tokenizer(
+        job.model, label2id=numbers, id2label=dict(enumerate(labels.names)), finetuning_task="ner"
+    )
+    length = row_length(options.max_seq_length, tokenizer, config)
     sets = {
         split: make_rows(
-            found, tokenizer, labels.names, max_seq_length=length, doc_stride=options.doc_stride,
+            one, tokenizer, labels.names, max_seq_length=length, doc_stride=options.doc_stride,
             all_tokens=options.label_all_tokens and split == "train", fresh=options.overwrite_cache,
         )
-        for split, found in sentences.items()
+        for split, one in sentences.items()
     }  # fmt: skip
-    model = load_model(AutoModelForTokenClassification, job.model, config)
-    trainer: NerTrainer = training_run.make_trainer(
-        job, NerTrainer, model, tokenizer, sets, labels=labels, by_type=options.return_entity_level_metrics
-    )
+    layouts = {split: data[0] for split, data in raw.items()}
+    return Prepared(sets, labels, layouts, options.return_entity_level_metrics, tokenizer, config)
+
+
+def main(argv: list[str]) -> int:
+    job = begin(argv)
+    args = job.args
+    found = prepare(job)
+    sets = found.sets
+    trainer = found.trainer(job)
     metrics: dict[str, Any] = {}
     if args.do_train:
-        training_run.train(job, trainer)
+        training_run.train(job, trainer, **found.training)
     if args.do_eval:
-        metrics = trainer.evaluate()
-        if args.should_save:
-            trainer.save_metrics("eval", {**metrics, "eval_samples": len(sentences["validation"])})
-        job.print(_summary(metrics, len(sentences["validation"])))
+        metrics = training_run.evaluate(trainer, len(sets["validation"].sentences))
+        job.print(_summary(metrics, len(sets["validation"].sentences)))
     if args.do_predict:
-        _predict(job, trainer, sets["test"], raw["test"][0])
+        _predict(job, trainer, sets["test"], found.layouts["test"])
     training_run.finish(job, trainer, metrics)
     return 0
 
@@ -165,8 +193,6 @@ def _read(job: training_run.Job, split: str) -> tuple[Layout, Sequence[Sentence]
 
 def _labels(job: training_run.Job, raw: dict[str, Any]) -> Labels:
     """The tags: without training those of the model; else all tags of the types in the training data."""
-    source = next((raw[split] for split in ("train", "validation") if split in raw), None)
-    known: tuple[str, ...] = ()
     if "train" not in raw:
         config = load_config(job.model)
         known = tuple(config.id2label[i] for i in range(len(config.id2label)))
@@ -175,13 +201,14 @@ def _labels(job: training_run.Job, raw: dict[str, Any]) -> Labels:
                 f"{job.model.model_name_or_path} is not trained to find entities: its labels are {', '.join(known[:5])}"
             )
         return Labels(known, recognise([known]))
-    assert source is not None
-    _, sentences, _, declared = source
+    _, sentences, _, declared = raw["train"]
     scheme = recognise(sentence.tags for sentence in sentences)
     if scheme.source:
         what = {"IOB1": "IOB1, or begin with I-", "types": "types without B- and I-"}[scheme.source]
         job.print(f"the tags are {what}; they are converted to IOB2")
     types = {type_of(tag) for sentence in sentences for tag in iob2(sentence.tags) if tag != OUTSIDE}
+    names = ", ".join(sorted(types)[:8]) + (", ..." if len(types) > 8 else "")
+    job.print(f"data: {len(sentences):,} sentences, {scheme.name}, entities of {counted(len(types), 'type')} ({names})")
     if declared and not scheme.source and {*scheme.labels(types)} <= {*declared}:
         return Labels(declared, scheme)
     return Labels(scheme.labels(types), scheme)
@@ -217,9 +244,8 @@ def _predict(job: training_run.Job, trainer: NerTrainer, rows: Rows, layout: Lay
 def examples(
     sentences: Sequence[Sentence], true: Sequence[Sequence[Entity]], found: Sequence[Sequence[Entity]], most: int = 6
 ) -> list[dict[str, Any]]:
-    """Some sentences with right and some with wrong entities for the report, spread over the data."""
-    right: list[dict[str, Any]] = []
-    wrong: list[dict[str, Any]] = []
+    """Some sentences with right and some with wrong entities for the report."""
+    rows: list[dict[str, Any]] = []
     for sentence, expected, predicted in zip(sentences, true, found, strict=True):
         if not expected and not predicted:
             continue
@@ -229,8 +255,8 @@ def examples(
             for entity, span in zip(predicted, entity_spans(sentence, predicted), strict=True)
         ]
         missed = entity_spans(sentence, [entity for entity in expected if entity not in predicted])
-        (right if good else wrong).append(
+        rows.append(
             {"context": sentence.text, "marks": marks, "right": good,
              "expected": [f"{span['text']} ({span['label']})" for span in missed]}
         )  # fmt: skip
-    return [rows[i * len(rows) // most] for rows in (right, wrong) for i in range(min(most, len(rows)))]
+    return right_and_wrong(rows, most)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stoker.errors import UserError
 from stoker.tasks.cache import Arrays, cached, fingerprint
 from stoker.tasks.qa.data import Question
-from stoker.tasks.tokens import Ragged, Template, distinct, fast_backend, pieces, tokenize
+from stoker.tasks.tokens import Ragged, Template, distinct, pieces, tokenize, whole_texts
 
 __all__ = ["Windows", "make_windows"]
 
@@ -89,7 +89,7 @@ def make_windows(
     template = Template.read(tokenizer, 2)
     texts, text_index = distinct([question.question for question in questions])
     contexts, context_index = distinct([question.context for question in questions])
-    key = fingerprint(texts, contexts, [fast_backend(tokenizer).to_str()])
+    key = fingerprint(texts, contexts, [whole_texts(tokenizer).to_str()])
 
     def tokens() -> Arrays:
         question_ids, _ = tokenize(tokenizer, [text.lstrip() for text in texts], offsets=False)

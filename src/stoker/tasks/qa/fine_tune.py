@@ -8,18 +8,19 @@ from typing import Any
 
 from stoker.tasks import hub, training_run
 from stoker.tasks.faults import Faults
-from stoker.tasks.loading import check_vocabulary, load_config, load_model, load_tokenizer, row_length
+from stoker.tasks.loading import load_config_and_tokenizer, load_model, row_length
 from stoker.tasks.qa.answers import Answer, choose_answers
 from stoker.tasks.qa.data import Question, collect, read_questions
 from stoker.tasks.qa.features import Windows, make_windows
 from stoker.tasks.qa.metrics import exact_match, squad, squad_v2
 from stoker.tasks.row_predictions import predict_rows
 from stoker.tasks.scoring_trainer import ScoringTrainer
+from stoker.tasks.shown_rows import right_and_wrong
 from stoker.tasks.training_options import DataOptions, check_best, overlap_option, padding_option
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
-__all__ = ["QaOptions", "QaTrainer", "main"]
+__all__ = ["QaOptions", "QaTrainer", "begin", "main", "prepare"]
 
 log = logging.getLogger("stoker")
 
@@ -83,12 +84,10 @@ def score(answers: Sequence[Answer], questions: Sequence[Question], options: QaO
 
 
 def examples(answers: Sequence[Answer], questions: Sequence[Question], most: int = 6) -> list[dict[str, Any]]:
-    """Some right and some wrong answers for the report, spread over the data."""
-    right: list[dict[str, Any]] = []
-    wrong: list[dict[str, Any]] = []
+    """Some right and some wrong answers for the report."""
+    rows: list[dict[str, Any]] = []
     for answer, question in zip(answers, questions, strict=True):
         good = max((exact_match(answer.text, text) for text in question.answers), default=float(not answer.text))
-        rows = right if good else wrong
         chosen = answer.chosen
         rows.append(
             {
@@ -103,7 +102,7 @@ def examples(answers: Sequence[Answer], questions: Sequence[Question], most: int
                 "probability": round(answer.probability, 4),
             }
         )
-    return [rows[i * len(rows) // most] for rows in (right, wrong) for i in range(min(most, len(rows)))]
+    return right_and_wrong(rows, most)
 
 
 def save_answers(folder: Path, prefix: str, answers: Sequence[Answer], options: QaOptions) -> None:
@@ -123,28 +122,66 @@ def save_answers(folder: Path, prefix: str, answers: Sequence[Answer], options: 
         )
 
 
-def main(argv: list[str]) -> int:
+def begin(argv: list[str]) -> training_run.Job:
     job = training_run.begin("qa", argv, QaOptions)
-    args, options = job.args, job.data
-    from transformers import AutoModelForQuestionAnswering, set_seed
+    check_best(job.args, job.argv, _metrics(job.data), "f1")
+    return job
 
-    check_best(args, job.argv, _V2_METRICS if options.version_2_with_negative else _METRICS, "f1")
-    set_seed(args.seed)
-    config = load_config(job.model)
-    tokenizer = load_tokenizer(job.model)
-    check_vocabulary(tokenizer, config, job.model.model_name_or_path)
+
+def _metrics(options: QaOptions) -> tuple[str, ...]:
+    return _V2_METRICS if options.version_2_with_negative else _METRICS
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The windows of each set, and what a model for them needs."""
+
+    sets: dict[str, Windows]
+    options: QaOptions
+    tokenizer: Any
+    config: Any
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        return sorted(_metrics(self.options), key=lambda name: name != "f1")
+
+    @property
+    def training(self) -> dict[str, Any]:
+        return {}
+
+    def trainer(self, job: training_run.Job) -> QaTrainer:
+        from transformers import AutoModelForQuestionAnswering, set_seed
+
+        set_seed(job.args.seed)
+        model = load_model(AutoModelForQuestionAnswering, job.model, self.config)
+        options = self.options
+        trainer: QaTrainer = training_run.make_trainer(
+            job, QaTrainer, model, self.tokenizer, self.sets, options=options
+        )
+        trainer.padded_length = options.max_seq_length if options.pad_to_max_length else None
+        return trainer
+
+
+def prepare(job: training_run.Job) -> Prepared:
+    options = job.data
+    config, tokenizer = load_config_and_tokenizer(job.model)
     options.max_seq_length = row_length(options.max_seq_length, tokenizer, config)
-    sets = {split: _windows(job, tokenizer, split) for split in training_run.wanted_splits(args)}
-    model = load_model(AutoModelForQuestionAnswering, job.model, config)
-    trainer: QaTrainer = training_run.make_trainer(job, QaTrainer, model, tokenizer, sets, options=options)
-    trainer.padded_length = options.max_seq_length if options.pad_to_max_length else None
+    sets = {split: _windows(job, tokenizer, split) for split in training_run.wanted_splits(job.args)}
+    return Prepared(sets, options, tokenizer, config)
+
+
+def main(argv: list[str]) -> int:
+    job = begin(argv)
+    args, options = job.args, job.data
+    found = prepare(job)
+    sets = found.sets
+    trainer = found.trainer(job)
     metrics: dict[str, Any] = {}
     if args.do_train:
-        training_run.train(job, trainer)
+        training_run.train(job, trainer, **found.training)
     if args.do_eval:
-        metrics = trainer.evaluate()
+        metrics = training_run.evaluate(trainer, len(sets["validation"].questions))
         if args.should_save:
-            trainer.save_metrics("eval", {**metrics, "eval_samples": len(sets["validation"].questions)})
             save_answers(Path(args.output_dir), "eval", trainer.last_answers, options)
         job.print(_summary(metrics, len(sets["validation"].questions)))
     if args.do_predict:

@@ -15,6 +15,7 @@ from stoker.distributed.agreement import from_first_rank, is_first_rank
 from stoker.errors import UserError, one_line
 from stoker.hf.checkpointing import random_state
 from stoker.tasks.cache import Arrays, cached, fingerprint
+from stoker.tasks.display import bars_in_terminals_only
 from stoker.tasks.sentences.st_models import fast_inference
 from stoker.tasks.sentences.text_rows import Columns, TextRows
 
@@ -93,7 +94,7 @@ def _mined(
         "corpus_prompt": model.prompts.get("document") or None,
     }
     try:
-        with random_state.preserved(), fast_inference(model, optimized):
+        with random_state.preserved(), fast_inference(model, optimized), bars_in_terminals_only():
             found = mine_hard_negatives(
                 pairs, model, corpus=texts, num_negatives=number, range_min=skip,
                 range_max=min(max(_RANGE, 4 * number) + skip, len(texts) - 1), relative_margin=margin or None,

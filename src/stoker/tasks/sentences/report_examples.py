@@ -1,4 +1,4 @@
-"""Examples for the report, measured before and after training: the text that a model puts first, and its scores of pairs."""
+"""Examples for the report, measured before and after training: the text that a model puts first, scores of pairs, classes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from numpy.typing import NDArray
 
 from stoker.hf.checkpointing import random_state
 from stoker.tasks.classify.metrics import ranks
+from stoker.tasks.shown_rows import spread
 
-__all__ = ["Examples", "FirstTexts", "PairScores", "spread"]
+__all__ = ["Classes", "Examples", "FirstTexts", "PairScores"]
 
 _LONGEST = 600
 
 
-def spread(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`, at equal distances."""
-    return [int(n) for n in np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))]
+def _improved_first(before: Sequence[bool], after: Sequence[bool], most: int) -> list[int]:
+    """Which examples to show, by whether each was right: those that became right, others that are right, then wrong ones."""
+    good = sorted((n for n, right in enumerate(after) if right), key=lambda n: before[n])
+    bad = [n for n, right in enumerate(after) if not right]
+    return [*good[:most], *bad[:most]]
 
 
 @dataclass
@@ -64,13 +67,9 @@ class FirstTexts(Examples):
         self.found.append(first)
 
     def rows(self, most: int) -> list[dict[str, Any]]:
-        """Texts for which the first candidate was wrong before and is right now come first, then those for which it is wrong."""
         before, after = self.found[0], self.found[-1]
-        everything = range(len(self.anchors))
-        good = [n for n in everything if after[n][0] in self.right[n]]
-        good.sort(key=lambda n: before[n][0] in self.right[n])
-        bad = [n for n in everything if after[n][0] not in self.right[n]]
-        return [self._row(n, before[n], after[n]) for n in [*good[:most], *bad[:most]]]
+        were, are = ([one[n][0] in right for n, right in enumerate(self.right)] for one in (before, after))
+        return [self._row(n, before[n], after[n]) for n in _improved_first(were, are, most)]
 
     def _row(self, number: int, before: tuple[int, float], after: tuple[int, float]) -> dict[str, Any]:
         return {
@@ -116,3 +115,35 @@ class PairScores(Examples):
             }
             for n in [*chosen, *worst]
         ]
+
+
+@dataclass
+class Classes(Examples):
+    """Which class a model predicts for a text, or for a pair of texts."""
+
+    texts: Sequence[tuple[str, ...]]
+    expected: Sequence[str]
+    predict: Callable[[Any], Sequence[tuple[str, float]]]
+    """The class that a model predicts for each of `texts`, with its probability."""
+    found: list[Sequence[tuple[str, float]]] = field(default_factory=list)
+
+    def _measure(self, model: Any) -> None:
+        self.found.append(self.predict(model))
+
+    def rows(self, most: int) -> list[dict[str, Any]]:
+        before, after = self.found[0], self.found[-1]
+        were, are = ([one[n][0] == name for n, name in enumerate(self.expected)] for one in (before, after))
+        return [
+            {
+                "texts": [text[:_LONGEST] for text in self.texts[n]],
+                "before": _class(before[n]),
+                "answer": _class(after[n]),
+                "expected": [self.expected[n]],
+                "right": are[n],
+            }
+            for n in _improved_first(were, are, most)
+        ]
+
+
+def _class(found: tuple[str, float]) -> str:
+    return f"{found[0]} ({found[1]:.0%})"

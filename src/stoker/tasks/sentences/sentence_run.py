@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stoker.english import counted
 from stoker.errors import UserError
 from stoker.hf.checkpointing import folders
 from stoker.tasks import training_run
@@ -17,8 +18,8 @@ from stoker.tasks.sentences.text_rows import PAIRS, TRIPLETS, TextRows
 from stoker.tasks.training_options import check_best, given
 
 __all__ = [
-    "add_negatives", "build_loss", "choose_loss", "evaluate", "measure_before", "prepare_evaluation", "set_defaults",
-    "train", "write_examples",
+    "add_negatives", "build_loss", "choose_loss", "main_first", "prepare_evaluation", "set_batches", "set_defaults",
+    "train_and_evaluate", "training_settings",
 ]  # fmt: skip
 
 _BATCH = {True: 64, False: 16}
@@ -42,8 +43,6 @@ def set_defaults(job: training_run.Job) -> None:
 
 def choose_loss(job: training_run.Job, rows: TextRows, losses: Mapping[str, Loss], defaults: Mapping[str, str]) -> Loss:
     """The loss, and the settings that follow from it unless they are given."""
-    from sentence_transformers.base.sampler import BatchSamplers
-
     args, options = job.args, job.data
     columns = ", ".join(rows.columns.names)
     if options.mine_negatives and rows.kind != PAIRS:
@@ -56,14 +55,22 @@ def choose_loss(job: training_run.Job, rows: TextRows, losses: Mapping[str, Loss
                 f"--{name} is not possible with {loss.name}, whose batches are formed by other rules; leave it out and use "
                 "--per_device_train_batch_size"
             )
+    set_batches(job, loss)
+    job.print(f"data: {rows.kind} ({columns}); loss {loss.name}")
+    return loss
+
+
+def set_batches(job: training_run.Job, loss: Loss) -> None:
+    """The sizes of batches and how they are formed, which follow from the loss unless they are given."""
+    from sentence_transformers.base.sampler import BatchSamplers
+
+    args = job.args
     if not given("per_device_train_batch_size", job.argv):
         args.per_device_train_batch_size = _BATCH[loss.in_batch]
     if not given("per_device_eval_batch_size", job.argv):
         args.per_device_eval_batch_size = args.per_device_train_batch_size
     if not given("batch_sampler", job.argv):
         args.batch_sampler = BatchSamplers(loss.sampler)
-    job.print(f"data: {rows.kind} ({columns}); loss {loss.name}")
-    return loss
 
 
 def add_negatives(job: training_run.Job, rows: TextRows, model: Any, corpus: Sequence[str]) -> TextRows:
@@ -82,7 +89,7 @@ def add_negatives(job: training_run.Job, rows: TextRows, model: Any, corpus: Seq
             "--mining_margin, or more texts (--corpus_file)"
         )
     if len(found) < len(rows):
-        job.print(f"{len(rows) - len(found):,} pairs have fewer negatives and are left out")
+        job.print(f"left out because they have fewer negatives: {counted(len(rows) - len(found), 'pair')}")
     return found
 
 
@@ -100,37 +107,54 @@ def prepare_evaluation(job: training_run.Job, metrics: Sequence[str], *, loss: b
     `loss`: whether evaluation measures it, too.
     """
     args = job.args
-    check_best(args, job.argv, [*(["loss"] if loss else []), *metrics], metrics[-1])
+    check_best(args, job.argv, main_first(metrics, loss=loss), metrics[-1])
     new = given("overwrite_output_dir", job.argv) or folders.last_good(Path(args.output_dir)) is None
     if args.do_train and not given("eval_on_start", job.argv):
         args.eval_on_start = new and not args.resume_from_checkpoint
 
 
-def measure_before(job: training_run.Job, model: Any, examples: Examples | None) -> None:
-    if examples is not None and job.args.should_save:
-        with fast_inference(model, job.args.optimizes):
-            examples.measure(model)
+def train_and_evaluate(
+    job: training_run.Job,
+    trainer: Any,
+    train: Callable[[], None] | None,
+    examples: Examples | None,
+    names: Sequence[str],
+    rows: int,
+) -> dict[str, Any]:
+    """Calls `train`, if there is something to train on, and returns the metrics of the validation data, which has `rows` rows.
 
-
-def train(job: training_run.Job, trainer: Any, loss: Loss, kind: str, losses: Mapping[str, Loss]) -> None:
-    cached = f"Cached{loss.name}"
-    training_run.train(
-        job, trainer, data=kind, loss=loss.name,
-        rows_at_once=job.data.mini_batch_size if loss.cached else None,
-        less_memory=f"--loss {cached} keeps all negatives of the batch" if cached in losses else None,
-    )  # fmt: skip
-
-
-def evaluate(job: training_run.Job, trainer: Any, names: Sequence[str], rows: int) -> dict[str, Any]:
-    """Evaluates, saves the metrics and prints those in `names`."""
-    metrics: dict[str, Any] = trainer.evaluate()
-    trainer.save_metrics("eval", {**metrics, "eval_samples": rows})
-    found = ", ".join(f"{name} {metrics[f'eval_{name}']:.4f}" for name in names if f"eval_{name}" in metrics)
-    job.print(f"evaluation: {found} on {rows:,} rows")
+    `names` are the metrics that are printed; examples for the report are measured before training and after it.
+    """
+    shown = examples if train is not None and job.args.should_save else None
+    if shown is not None:
+        with fast_inference(trainer.model, job.args.optimizes):
+            shown.measure(trainer.model)
+    if train is not None:
+        train()
+    metrics = _evaluate(job, trainer, names, rows) if rows and job.args.do_eval else {}
+    if shown is not None:
+        shown.measure(trainer.model)
+        trainer.recorder.write("examples", title=shown.title, rows=shown.rows(job.data.samples))
     return metrics
 
 
-def write_examples(job: training_run.Job, trainer: Any, examples: Examples | None) -> None:
-    if examples is not None and job.args.should_save:
-        examples.measure(trainer.model)
-        trainer.recorder.write("examples", title=examples.title, rows=examples.rows(job.data.samples))
+def training_settings(job: training_run.Job, kind: str, loss: Loss, losses: Mapping[str, Loss]) -> dict[str, Any]:
+    """Arguments of `training_run.train`: what the log says of data and loss, and what the memory check has to know."""
+    cached = f"Cached{loss.name}"
+    return {
+        "data": kind, "loss": loss.name,
+        "rows_at_once": job.data.mini_batch_size if loss.cached else None,
+        "less_memory": f"--loss {cached} keeps all negatives of the batch" if cached in losses else None,
+    }  # fmt: skip
+
+
+def main_first(metrics: Sequence[str], *, loss: bool = True) -> list[str]:
+    """The metrics of an evaluation, of which the last is the main one. `loss`: whether it measures the loss, too."""
+    return [*reversed(metrics), *(["loss"] if loss else [])]
+
+
+def _evaluate(job: training_run.Job, trainer: Any, names: Sequence[str], rows: int) -> dict[str, Any]:
+    metrics = training_run.evaluate(trainer, rows)
+    found = ", ".join(f"{name} {metrics[f'eval_{name}']:.4f}" for name in names if f"eval_{name}" in metrics)
+    job.print(f"evaluation: {found} on {rows:,} rows")
+    return metrics

@@ -6,8 +6,9 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stoker.tasks.loading import check_finite, check_vocabulary, config_of, load
 from stoker.tasks.model_folder import exported_file
 
 __all__ = [
+    "MODULES",
     "Loader",
     "fast_inference",
     "load_cross_encoder",
@@ -63,11 +65,11 @@ def _load(
             raise UserError(f"--{other} is not possible here: the model is one folder; put the files into it")
     local = os.path.isdir(name)
     if local:
-        _check_folder(Path(name), what, flag, trust_remote_code=options.trust_remote_code)
+        _check_folder(Path(name), what, flag, options, settings.get("num_labels"))
     elif os.path.exists(name):
         raise UserError(f"{flag} {name} is a file; name a folder, or a model on the hub")
     model = loaded(
-        Loader(kind), what, name, flag=flag, cache_folder=options.cache_dir,
+        Loader(kind, name), what, name, flag=flag, cache_folder=options.cache_dir,
         revision=options.model_revision if not local else None, token=options.token,
         trust_remote_code=options.trust_remote_code,
         local_files_only=local,  # else every saved checkpoint would ask the hub for the name of the base model
@@ -80,31 +82,44 @@ def _load(
 
 @dataclass(frozen=True)
 class Loader:
-    """A class of sentence-transformers as a loader with `from_pretrained`, which `loaded` expects."""
+    """A class of sentence-transformers as a loader of the model `name` with `from_pretrained`, which `loaded` expects."""
 
     kind: Any
+    name: str
 
     @property
     def __name__(self) -> str:
         return str(self.kind.__name__)
 
-    def from_pretrained(self, name: str, **options: Any) -> Any:
-        if os.path.isdir(name) and (Path(name) / MODULES).exists() and exported_file(transformer_of(Path(name))):
+    @property
+    def from_pretrained(self) -> Callable[..., Any]:
+        """The class itself: `loaded` takes an error that passes through a function of Stoker's for a bug, not for a bad file."""
+        folder = Path(self.name)
+        if (folder / MODULES).exists() and exported_file(transformer_of(folder)):
             from stoker.tasks.export.exported_sentences import load_exported_sentences
 
-            return load_exported_sentences(self.kind, Path(name), **options)
-        return self.kind(name, **options)
+            return partial(load_exported_sentences, self.kind)
+        kind: Callable[..., Any] = self.kind
+        return kind
 
 
-def _check_folder(folder: Path, what: str, flag: str, **options: Any) -> None:
-    """Checks the files of the transformer inside as other tasks do; without, random weights might be trained."""
-    from transformers import AutoModel
+def _check_folder(folder: Path, what: str, flag: str, options: Any, num_labels: int | None) -> None:
+    """Checks the files of the transformer inside as other tasks do; without, random weights might be trained.
+
+    `num_labels`: the outputs that the head of a cross-encoder must have.
+    """
+    from transformers import AutoModel, AutoModelForSequenceClassification
 
     inner = str(transformer_of(folder))
-    config = config_of(inner, flag=flag, **options)
-    tokenizer = tokenizer_of(inner, flag=flag, **options)
+    settings = {"flag": flag, "trust_remote_code": options.trust_remote_code}
+    config = config_of(inner, **settings)
+    tokenizer = tokenizer_of(inner, **settings)
     check_vocabulary(tokenizer, config, str(folder))
-    model_of(AutoModel, inner, config, what=what, flag=flag, **options)
+    kind, head = AutoModel, next(iter(config.architectures or ()), "")
+    if num_labels is not None and head.endswith("ForSequenceClassification"):
+        kind, config.num_labels = AutoModelForSequenceClassification, num_labels
+        settings["replace_mismatched"] = options.ignore_mismatched_sizes
+    model_of(kind, inner, config, what=what, **settings)
 
 
 def transformer_of(folder: Path) -> Path:

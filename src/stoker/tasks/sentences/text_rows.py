@@ -5,6 +5,7 @@ Rows that cannot be used are reported through `Faults` with their position. What
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ __all__ = [
     "CLASSED", "KINDS", "LABELLED", "PAIRS", "SCORED", "TRIPLETS", "Columns", "TextRows", "choose_columns", "collect",
     "column_list", "read_text_rows",
 ]  # fmt: skip
+
+log = logging.getLogger("stoker")
 
 PAIRS, TRIPLETS, SCORED = "pairs", "triplets", "pairs with scores"
 LABELLED, CLASSED = "labelled texts", "pairs with classes"
@@ -201,7 +204,7 @@ def collect(
     if columns is None or not found:
         raise UserError(f"{faults.source} contains no rows")
     if columns.kind == TRIPLETS:
-        found, columns = _same_number_of_negatives(found, columns)
+        found, columns = _same_number_of_negatives(found, columns, faults.source)
     return TextRows(columns, found, labels)
 
 
@@ -257,10 +260,18 @@ def _score(value: Any) -> float | None:
     return finite_number(str(value)) if isinstance(value, str | int | float) else None
 
 
-def _same_number_of_negatives(rows: list[tuple[str, ...]], columns: Columns) -> tuple[list[tuple[str, ...]], Columns]:
+def _same_number_of_negatives(
+    rows: list[tuple[str, ...]], columns: Columns, source: str
+) -> tuple[list[tuple[str, ...]], Columns]:
     """Lists of negatives may differ in length; losses take as many of each row as the shortest has."""
-    least = min(map(len, rows))
+    least, most = min(map(len, rows)), max(map(len, rows))
     names = columns.texts
+    if least < most:
+        log.warning(
+            "%s: rows have %d to %d negatives; the first %d of each are used, because losses take equally many from every row. "
+            "To use more, leave out the rows that have few",
+            source, least - 2, most - 2, least - 2,
+        )  # fmt: skip
     if least != len(names):
         names = (*names[:2], *(f"{names[2]}_{n}" for n in range(1, least - 1)))
     return [row[:least] for row in rows], Columns(names, None)

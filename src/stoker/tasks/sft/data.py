@@ -215,7 +215,10 @@ def _preference(values: dict[str, Any]) -> Pair:
         prompt = _text(values, "prompt")
         pair = Pair(*(Plain(prompt, _text(values, name)) for name in answers))
     else:
-        pair = Pair(*(_answer(values, name) for name in answers))
+        chosen, rejected = (_answer(values, name) for name in answers)
+        if chosen.messages[:-1] != rejected.messages[:-1]:
+            raise Unusable("chosen and rejected differ before the last answer; they must answer the same turns")
+        pair = Pair(chosen, rejected)
     if pair.chosen == pair.rejected:
         raise Unusable("chosen and rejected are the same")
     return pair
@@ -255,7 +258,7 @@ def recognised(columns: Collection[str], formats: Sequence[Format], source: str)
     known = "; ".join(" and ".join(one.columns) for one in formats)
     raise UserError(
         f"{source} has no columns that can be trained on: its columns are {', '.join(map(str, columns))}, and one of these is "
-        f"needed: {known}"
+        f"needed: {known}; rename its columns"
     )
 
 

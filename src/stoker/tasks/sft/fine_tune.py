@@ -5,13 +5,15 @@ TRL's trainers and PEFT do the work, on rows that are checked, tokenized and lab
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from stoker.command_options import options_of
 from stoker.english import counted
 from stoker.errors import UserError, one_line
 from stoker.kernels.frozen_parameter import FORMS
@@ -19,6 +21,7 @@ from stoker.model.frozen_weights import describe
 from stoker.model.optimize import restore_classes
 from stoker.tasks import hub, training_run
 from stoker.tasks.faults import Faults
+from stoker.tasks.fresh_models import FreshModels
 from stoker.tasks.loading import most_tokens
 from stoker.tasks.sft.chat_template import adopt_template, ensure_template
 from stoker.tasks.sft.data import Chat, Example, Format, Pair, Plain, collect, read_examples
@@ -30,7 +33,7 @@ from stoker.tasks.training_options import DataOptions, check_best, given
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
-__all__ = ["SftOptions", "arguments_of", "begin", "load", "main", "run"]
+__all__ = ["SftOptions", "arguments_of", "begin", "load", "main", "prepare", "run"]
 
 _RATES = {(False, False): 2e-4, (True, False): 2e-5, (False, True): 1e-5, (True, True): 1e-6}
 """Default learning rates for (--full, --dpo): TRL's for full training, ten times as much for LoRA, as TRL advises."""
@@ -89,9 +92,20 @@ def main(argv: list[str]) -> int:
 
 
 def begin(argv: list[str]) -> training_run.Job:
+    argv = _with_output(argv)
     job = training_run.begin("sft", argv, SftOptions, arguments_of(argv))
     _check(job)
     return job
+
+
+def _with_output(argv: list[str]) -> list[str]:
+    """A command line with --output_dir: without one, out/chat for chat.jsonl."""
+    options = options_of(argv)
+    data = options.get("train_file", options.get("dataset_name"))
+    if "output_dir" in options or not isinstance(data, str):
+        return argv
+    name = Path(data).name.partition(".")[0]
+    return [*argv, "--output_dir", str(Path("out") / name)] if name else argv
 
 
 def load(job: training_run.Job) -> LanguageModel:
@@ -101,21 +115,51 @@ def load(job: training_run.Job) -> LanguageModel:
     return load_for_training(job.model, job.data.frozen_weights)
 
 
-def run(job: training_run.Job, found: LanguageModel, exam: Samples | None = None, **facts: Any) -> int:
-    """Trains and writes the result. `exam` replaces the samples of --samples; `facts` are added to the run's log."""
-    args, options = job.args, job.data
+@dataclass(frozen=True)
+class Prepared:
+    """The rows of each set, and what was read for them."""
+
+    models: FreshModels
+    tokenizer: Any
+    raw: dict[str, tuple[Format, list[Example], Faults]]
+    sets: dict[str, Any]
+    max_length: int
+    metrics: Sequence[str]
+
+    @property
+    def training(self) -> dict[str, Any]:
+        return {"format": self.raw["train"][0].name}
+
+    def trainer(self, job: training_run.Job) -> Any:
+        job.args.max_length = self.max_length
+        return _trainer(job, LanguageModel(self.tokenizer, self.models.take()), self.sets)
+
+
+def prepare(job: training_run.Job, found: LanguageModel | None = None) -> Prepared:
+    """Reads the data. `found` is the model, if it has been loaded already."""
+    args = job.args
+    found = load(job) if found is None else found
     args.max_length = _row_length(args.max_length, found)
     raw = {split: _read(job, split) for split in training_run.wanted_splits(args)}
     chats = _prepare_template(job, raw, found.tokenizer)
     encoder = _encoder(job, raw["train"][0], found.tokenizer, chats)
     sets = {split: _dataset(job, encoder, *one) for split, one in raw.items()}
+    models = FreshModels(found.model, lambda: load(job).model)
+    return Prepared(models, found.tokenizer, raw, sets, args.max_length, _metrics(job.data))
+
+
+def run(job: training_run.Job, found: LanguageModel, exam: Samples | None = None, **facts: Any) -> int:
+    """Trains and writes the result. `exam` replaces the samples of --samples; `facts` are added to the run's log."""
+    args, options = job.args, job.data
+    prepared = prepare(job, found)
+    raw = prepared.raw
     if exam is None:
         exam = Samples(choose_samples(raw.get("validation", raw["train"])[1], found.tokenizer, options.samples))
-    trainer = _trainer(job, found, sets)
+    trainer = prepared.trainer(job)
     before = _ask(job, trainer, exam)
     _say_how_long(job, trainer)
-    training_run.train(job, trainer, **{"format": raw["train"][0].name, **facts})
-    metrics = _evaluate(job, trainer, sets) if args.do_eval else {}
+    training_run.train(job, trainer, **{**prepared.training, **facts})
+    metrics = _evaluate(job, trainer, prepared.sets) if args.do_eval else {}
     if exam.samples and args.should_save:
         restore_classes(trainer.model)  # generation runs as stock does, and would say so
         after = _ask(job, trainer, exam)
@@ -126,6 +170,10 @@ def run(job: training_run.Job, found: LanguageModel, exam: Samples | None = None
         job.print(f"merged model in {Path(args.output_dir) / 'merged'}")
     training_run.finish(job, trainer, metrics)
     return 0
+
+
+def _metrics(options: SftOptions) -> list[str]:
+    return ["loss", *([] if options.dpo else ["mean_token_accuracy"])]
 
 
 def _check(job: training_run.Job) -> None:
@@ -151,7 +199,7 @@ def _check(job: training_run.Job) -> None:
         args.do_eval = True
     if not given("learning_rate", job.argv):
         args.learning_rate = _RATES[options.full, options.dpo]
-    check_best(args, job.argv, ["loss", *([] if options.dpo else ["mean_token_accuracy"])], "loss")
+    check_best(args, job.argv, _metrics(options), "loss")
 
 
 def _row_length(asked: int | None, found: LanguageModel) -> int:
@@ -262,22 +310,33 @@ def _trainer(job: training_run.Job, found: LanguageModel, sets: dict[str, Any]) 
 
         settings["ref_model"] = copy.deepcopy(found.model)
     kind = DPOTrainer if options.dpo else SFTTrainer
-    template = getattr(args, "chat_template_path", None)
     try:
-        if template:
-            args.chat_template_path = None  # the rows have been written by it already
-        trainer = training_run.make_trainer(job, kind, found.model, found.tokenizer, sets, **settings)
+        with _hidden_from_trl(args):
+            trainer = training_run.make_trainer(job, kind, found.model, found.tokenizer, sets, **settings)
     except (TypeError, RuntimeError) as error:
         raise UserError(f"stoker train sft: {one_line(error)}") from None
-    finally:
-        if template:
-            args.chat_template_path = template
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in trainer.model.parameters())
     job.print(f"training {trained:,} of {total:,} parameters" + ("" if options.full else " (LoRA; --full trains all)"))
     if stored := describe(trainer.model):
         job.print(f"frozen weights: {stored}")
     return trainer
+
+
+@contextmanager
+def _hidden_from_trl(args: Any) -> Iterator[None]:
+    """Hides arguments that have been applied to the rows already: TRL would apply them again, or refuse them."""
+    names = ["chat_template_path"] if getattr(args, "chat_template_path", None) else []
+    if getattr(args, "padding_free", False) and not args.packing:
+        names.append("max_length")
+    kept = {name: getattr(args, name) for name in names}
+    try:
+        for name in names:
+            setattr(args, name, None)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(args, name, value)
 
 
 def _ask(job: training_run.Job, trainer: Any, exam: Samples) -> dict[str, float]:

@@ -207,6 +207,11 @@ def lora_config(options: Any) -> Any:
             raise UserError(
                 f"--lora_targets {options.lora_targets}: write auto, all-linear, or names separated by commas"
             )
+        if "lm_head" in targets:
+            raise UserError(
+                f"--lora_targets {options.lora_targets}: TRL trains no adapter of the head; leave lm_head out, or train all "
+                "weights with --full"
+            )
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=options.lora_r,

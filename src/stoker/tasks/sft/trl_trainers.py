@@ -70,7 +70,10 @@ class _ModelLoss(trl.SFTTrainer):  # type: ignore[misc]
         if self._scored is not None and self.model.training:
             inputs["use_cache"] = False
             return super(trl.SFTTrainer, self).compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return super().compute_loss(self._scored or model, inputs, return_outputs, num_items_in_batch)
+        found = super().compute_loss(self._scored or model, inputs, return_outputs, num_items_in_batch)
+        if self._scored is not None:
+            self._metrics["eval"].pop("num_tokens", None)  # TRL counts tokens in its own loss: it would log 0
+        return found
 
 
 class SFTTrainer(_WithoutTelemetry, *bases(Trainer, _ModelLoss)):  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""What each kind of model does with what a person types: a pipeline of transformers, or a model of sentence-transformers.
+"""What each kind of model does with what a person types: a pipeline of transformers, Stoker's tagger, or a model of
+sentence-transformers.
 
 A use is called with a text (or a query, where it searches texts) and returns what it found as rows for JSON; `shown` is how a
 row is printed for a person.
@@ -15,6 +16,7 @@ from stoker.errors import UserError
 from stoker.model import optimize
 from stoker.tasks.fewshot.classifier_head import Head, has_head
 from stoker.tasks.loading import load_pretrained, loaded, most_tokens
+from stoker.tasks.ner.tagger import Tagger
 from stoker.tasks.sentences.st_models import Loader
 
 __all__ = ["SEARCHES", "Use", "load_use"]
@@ -43,7 +45,9 @@ def load_use(kind: str, name: str, texts: Sequence[str], top: int) -> Use:
         return _Rerank(name, texts, top)
     if kind == "classify" and has_head(Path(name)):
         return _FewShot(name, top)
-    kinds: dict[str, type[_Pipeline]] = {"classify": _Classify, "tag": _Tag, "fill": _Fill}
+    if kind == "tag":
+        return _Tag(name)
+    kinds: dict[str, type[_Pipeline]] = {"classify": _Classify, "fill": _Fill}
     return kinds[kind](name, top)
 
 
@@ -55,20 +59,12 @@ class _Pipeline(Use):
     options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, name: str, top: int) -> None:
-        import torch
         import transformers
 
-        loader = getattr(transformers, self.kind)
-        tokenizer, model, untrained = load_pretrained(loader, name)
-        if untrained:
-            raise UserError(
-                f"{name} is not trained for this: it has no {', '.join(untrained[:2])}; train it with `stoker train`"
-            )
+        model, tokenizer = _loaded_model(getattr(transformers, self.kind), name)
         tokenizer.model_max_length = most_tokens(tokenizer.model_max_length, tokenizer, model.config)
         self.top = top
-        self.pipeline = transformers.pipeline(
-            self.task, model=optimize(model.eval(), dtype=torch.float32), tokenizer=tokenizer, **self.options
-        )
+        self.pipeline = transformers.pipeline(self.task, model=model, tokenizer=tokenizer, **self.options)
 
 
 class _Classify(_Pipeline):
@@ -77,7 +73,8 @@ class _Classify(_Pipeline):
     options: ClassVar[dict[str, Any]] = {"truncation": True}
 
     def __call__(self, said: str) -> Found:
-        first, tab, second = said.partition("\t")  # a pair of texts
+        # In a shell's double quotes, "\t" remains a backslash and a t.
+        first, tab, second = said.partition("\t" if "\t" in said else "\\t")  # a pair of texts
         inputs = {"text": first, "text_pair": second} if tab else said
         return [_rounded(row) for row in self.pipeline(inputs, top_k=self.top)]
 
@@ -107,21 +104,17 @@ def _shown_class(row: dict[str, Any]) -> str:
     return f"{row['score']:.3f}  {row['label']}"
 
 
-class _Tag(_Pipeline):
-    task = "token-classification"
-    kind = "AutoModelForTokenClassification"
-    options: ClassVar[dict[str, Any]] = {"aggregation_strategy": "simple"}
+class _Tag(Use):
+    def __init__(self, name: str) -> None:
+        import transformers
 
-    def __init__(self, name: str, top: int) -> None:
-        super().__init__(name, top)
-        self.overlap = min(64, self.pipeline.tokenizer.model_max_length // 4)
+        self.tagger = Tagger(*_loaded_model(transformers.AutoModelForTokenClassification, name))
 
     def __call__(self, said: str) -> Found:
-        found = self.pipeline(said, stride=self.overlap)  # long texts in windows that overlap
         return [
-            {"label": one["entity_group"], "text": said[one["start"] : one["end"]], "begin": one["start"],
-             "end": one["end"], **_rounded({"score": one["score"]})}
-            for one in found
+            {"label": one.label, "text": said[one.begin : one.end], "begin": one.begin, "end": one.end,
+             **_rounded({"score": one.score})}
+            for one in self.tagger(said)
         ]  # fmt: skip
 
     def shown(self, row: dict[str, Any]) -> str:
@@ -139,7 +132,7 @@ class _Fill(_Pipeline):
     def __call__(self, said: str) -> Found:
         mask = self.pipeline.tokenizer.mask_token
         if mask not in said:
-            raise UserError(f"the text has no masked word; write {mask} in its place")
+            raise UserError(f"the text {_begin(said)!r} has no masked word; write {mask} in its place")
         found = self.pipeline(said, top_k=self.top)
         masks = found if isinstance(found[0], list) else [found]
         return [
@@ -203,8 +196,24 @@ class _Rerank(_Search):
         return [(one["corpus_id"], float(one["score"])) for one in found]
 
 
+def _begin(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _loaded_model(loader: Any, name: str) -> tuple[Any, Any]:
+    """The optimised model of transformers and its tokenizer."""
+    import torch
+
+    tokenizer, model, untrained = load_pretrained(loader, name)
+    if untrained:
+        raise UserError(
+            f"{name} is not trained for this: it has no {', '.join(untrained[:2])}; train it with `stoker train`"
+        )
+    return optimize(model.eval(), dtype=torch.float32), tokenizer
+
+
 def _optimized(kind: Any, what: str, name: str) -> Any:
-    model = loaded(Loader(kind), what, name, flag="--model", device="cpu", local_files_only=os.path.isdir(name))
+    model = loaded(Loader(kind, name), what, name, flag="--model", device="cpu", local_files_only=os.path.isdir(name))
     return optimize(model.eval())
 
 

@@ -1,4 +1,4 @@
-"""Unmodified scripts of sentence-transformers under `stoker launch`: the losses of stock, and Stoker's figures."""
+"""Unmodified scripts under `stoker launch`, of sentence-transformers and token classification: losses of stock, our figures."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from live import SCRIPTS, launch
 
-pytest.importorskip("sentence_transformers", reason="needs the extra embed")
-
 from tasks.models import save_tiny_bert
-from tasks.sentence_files import rows_of
+from tasks.sentence_files import COLOURS, rows_of
 
 
 def _log(*words: str) -> list[dict[str, Any]]:
@@ -21,10 +19,23 @@ def _log(*words: str) -> list[dict[str, Any]]:
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("LOG "))[4:])
 
 
-@pytest.mark.parametrize(
-    ("kind", "score"), [("embedding", "eval_dev_spearman_cosine"), ("reranker", "eval_dev_spearman")]
-)
-def test_an_unmodified_script_of_sentence_transformers_learns_as_stock(tmp_path: Path, kind: str, score: str) -> None:
+def _rows(kind: str) -> list[dict[str, Any]]:
+    if kind == "entities":
+        tokens = [row["text"].rstrip(".").split() for row in rows_of("labelled texts")]
+        return [{"tokens": one, "ner_tags": ["B-COL" if word in COLOURS else "O" for word in one]} for one in tokens]
+    return [{**row, "score": row["score"] / 5} for row in rows_of("pairs with scores")]
+
+
+SCORES = {
+    "embedding": "eval_dev_spearman_cosine",
+    "reranker": "eval_dev_spearman",
+    "entities": "eval_accuracy",
+}
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_an_unmodified_script_learns_as_stock(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("datasets" if kind == "entities" else "sentence_transformers", reason="needs the extra embed")
     bert = save_tiny_bert(tmp_path / "bert")
     config = json.loads((bert / "config.json").read_text())
     config |= {
@@ -32,12 +43,12 @@ def test_an_unmodified_script_of_sentence_transformers_learns_as_stock(tmp_path:
         "attention_probs_dropout_prob": 0.0,
     }  # the random numbers differ from stock's
     (bert / "config.json").write_text(json.dumps(config))
-    rows = [{**row, "score": row["score"] / 5} for row in rows_of("pairs with scores")]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    words = (str(SCRIPTS / "sentence_style.py"), kind, str(bert), str(tmp_path / "rows.json"))
+    (tmp_path / "rows.json").write_text(json.dumps(_rows(kind)))
+    script = ["token_style.py"] if kind == "entities" else ["sentence_style.py", kind]
+    words = (str(SCRIPTS / script[0]), *script[1:], str(bert), str(tmp_path / "rows.json"))
     stock = _log("--no-compat", *words, str(tmp_path / "stock"))
     ours = _log(*words, str(tmp_path / "ours"))
-    for key in ("loss", "grad_norm", "eval_loss", score):
+    for key in ("loss", "grad_norm", "eval_loss", SCORES[kind]):
         expected = [entry[key] for entry in stock if key in entry]
         assert len(expected) == (2 if key.startswith("eval") else 4), (key, stock)
         assert [entry[key] for entry in ours if key in entry] == pytest.approx(expected, rel=2e-3, abs=2e-4), key
