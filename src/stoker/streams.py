@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import mmap
 import os
 import re
 import select
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,10 +38,24 @@ class ProgressLine:
 
     def __init__(self, shared: Path | None = None) -> None:
         self._drawn: _Byte = bytearray(1)
+        self._shared: int | None = None
         if shared is not None:
-            with contextlib.suppress(OSError, ValueError), open(shared, "a+b") as file:
-                os.ftruncate(file.fileno(), 1)
-                self._drawn = mmap.mmap(file.fileno(), 1)
+            with contextlib.suppress(OSError, ValueError):
+                self._shared = os.open(shared, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                os.ftruncate(self._shared, 1)
+                self._drawn = mmap.mmap(self._shared, 1)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keeps the other processes that share this state from writing: a pipe splits lines of more than 4 KB otherwise."""
+        if self._shared is None:
+            yield
+            return
+        fcntl.flock(self._shared, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._shared, fcntl.LOCK_UN)
 
     def before(self, data: bytes) -> bytes:
         """What to write before `data`: a newline, if `data` would otherwise continue the line of a progress bar."""

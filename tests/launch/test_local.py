@@ -180,6 +180,15 @@ def listeners(port: int) -> set[str]:
 
 
 @TWO
+def test_long_lines_of_two_ranks_are_not_mixed(tmp_path: Path) -> None:
+    script = tmp_path / "long.py"
+    script.write_text("import os\nfor _ in range(40): print(os.environ['RANK'] * 200_000, flush=True)\n")
+    done = launch("-n", "2", "--no-compat", str(script))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {str(rank) * 200_000}" for rank in (0, 1) for _ in range(40)]
+
+
+@TWO
 def test_only_rank_0_shows_its_progress(tmp_path: Path) -> None:
     done = launch("-n", "2", "--no-compat", "--log_dir", str(tmp_path), RANK, "bar")
     assert "2/3 of 0" in done.stderr

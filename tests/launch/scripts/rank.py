@@ -15,7 +15,7 @@ found = {
     "name": __name__,
     "pid": os.getpid(),
     "path": sys.path[0],
-    "cmdline": Path("/proc/self/cmdline").read_text(errors="replace"),
+    "cmdline": Path("/proc/self/cmdline").read_text(errors="replace").rstrip("\0"),
     **{name: os.environ.get(name) for name in NAMES},
 }
 print("REPORT " + json.dumps(found), flush=True)

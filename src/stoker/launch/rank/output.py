@@ -200,6 +200,11 @@ def _screens(busy: Path | None) -> dict[int, ProgressLine]:
 
 
 def _show(target: int, data: bytes, screens: dict[int, ProgressLine]) -> None:
-    if data:
-        line = screens.get(target)
-        streams.write(target, (line.before(data) if line else b"") + data)
+    if not data:
+        return
+    line = screens.get(target)
+    if line is None:
+        streams.write(target, data)
+        return
+    with line.alone():
+        streams.write(target, line.before(data) + data)
