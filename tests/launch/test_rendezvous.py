@@ -125,6 +125,81 @@ def test_a_job_that_heals_waits_until_a_lost_machine_is_started_again(
     assert "machine 1 (host1) is gone, machine 1 (host1) has joined; continuing with 2 of 2 machines" in printed
 
 
+def test_ranks_that_can_wait_are_not_ended_when_a_machine_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True, wait=60)
+    machines.start(0, 1)
+    before = machines.run()
+    machines.change(0, 1, can_wait=True)
+    machines.step()
+    machines.start(1, token="b")
+    lost = replace(before, losses=1)
+    assert machines.step(5) == lost, "machine 0 has not told its ranks yet"
+    machines.change(0, losses=1)
+    now = machines.step()
+    assert now == replace(lost, members=["0a", "1b"], replacements=["1b"])
+    machines.change(1, status="running", round=1, can_wait=True, losses=1)
+    assert machines.step(30) == now
+    machines.start(1, token="c")  # lost again
+    machines.step()
+    machines.change(0, losses=2)
+    assert machines.step() == replace(now, losses=2, members=["0a", "1c"], replacements=["1b", "1c"])
+    printed = capsys.readouterr().err
+    assert printed.count("machine 1 (host1) is gone; waiting up to 60 s until it is started again") == 2
+    assert printed.count("machine 1 (host1) has joined; its ranks continue from the memory of the others") == 2
+
+
+def test_a_spare_machine_takes_the_place_of_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=3, least=3, waits_for_lost=True)
+    machines.start(0, 1, 2)
+    machines.run()
+    machines.change(0, 1, 2, can_wait=True)
+    machines.start(3)
+    assert machines.step(5).members == ["0a", "1a", "2a"], "there is no room for machine 3"
+    machines.silent = {1}
+    assert machines.step(20).losses == 1
+    machines.change(0, 2, losses=1)
+    now = machines.step()
+    assert (now.number, now.ending, now.members) == (1, "", ["0a", "3a", "2a"])
+
+
+def test_ranks_that_fail_while_they_wait_are_restarted_with_all_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True)
+    machines.start(0, 1)
+    machines.run()
+    machines.change(0, 1, can_wait=True)
+    machines.silent = {1}
+    assert machines.step(20).ending == ""
+    machines.change(0, status="waiting", can_wait=False)
+    assert machines.step().ending == "broken"
+    machines.silent = set()
+    machines.start(1, token="b")
+    assert machines.step() == Round(2, ["0a", "1b"], 40000)
+
+
+def test_a_machine_with_another_number_of_ranks_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True)
+    machines.start(0, 1)
+    machines.run()
+    machines.change(0, 1, can_wait=True, losses=1)
+    machines.step()
+    machines.start(1, token="b")
+    machines.change(1, ranks=2)
+    assert machines.step().ending == "broken"
+
+
+def test_a_job_whose_ranks_wait_fails_if_a_lost_machine_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True, wait=60)
+    machines.start(0, 1)
+    machines.run()
+    machines.change(0, 1, can_wait=True, losses=1)
+    machines.silent = {1}
+    reason = machines.step(100).failure
+    assert reason is not None
+    assert reason.text == "machines 1 of 2 did not arrive within 60 s"
+
+
 def test_a_job_that_heals_fails_if_a_lost_machine_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True, wait=60)
     machines.start(0, 1)
@@ -216,8 +291,8 @@ def test_a_reported_failure_reaches_all_machines(monkeypatch: pytest.MonkeyPatch
 
 def test_records_are_decoded_as_they_were_encoded() -> None:
     reason = failure.of_launch("no", 2)
-    report = Report("t", "host", "3.11", None, "1.0", 4, "running", 3, 7, reason)
-    now = Round(2, ["a", "b"], 40000, "joined", True, reason)
+    report = Report("t", "host", "3.11", None, "1.0", 4, "running", 3, 7, 2, True, 1, reason)
+    now = Round(2, ["a", "b"], 40000, "joined", True, 1, ["b"], reason)
     for record in (report, replace(report, failure=None), now, replace(now, failure=None)):
         assert rendezvous._decode(type(record), rendezvous._encode(record).encode()) == record  # type: ignore[type-var]
     other = rendezvous._decode(Report, b'["t", "host", "3.9", "2.6", "0.1", "what another version adds"]')

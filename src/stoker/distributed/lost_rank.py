@@ -3,6 +3,9 @@
 Under `stoker launch --heal` every rank has a keeper (`stoker.launch.rank.keeper`), which starts the rank's process. A rank that
 can be replaced leaves a mark in the launch's directory; if it is killed then, its keeper starts another process for it. That
 one runs the script alone, without communicating, until its Trainer joins the others (`stoker.hf.healing`).
+
+A machine that is lost takes its keepers along. If `stoker launch` is started there again, or on another machine, its ranks join
+in the same way, and the agents of the other machines tell their ranks that a machine was lost (`lost_machines`).
 """
 
 from __future__ import annotations
@@ -15,27 +18,45 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-__all__ = ["HEAL", "LostRank", "healing_directory", "is_joining", "is_replaceable", "joined", "replaceable"]
+__all__ = [
+    "HEAL",
+    "LostRank",
+    "count_replaceable",
+    "healing_directory",
+    "is_joining",
+    "is_replaceable",
+    "joined",
+    "lost_machines",
+    "replaceable",
+    "tell_lost_machines",
+]
 
 HEAL = "STOKER_HEAL"
 """The variable with the directory of the marks. It is set in ranks that have a keeper."""
 _REPLACES = "STOKER_REPLACES"
 """What became of the process before this one; set until this process has joined the others."""
+_WITH_MACHINE = 0
+"""In place of a signal: the process was lost with its machine."""
 
 
 @dataclass(frozen=True)
 class LostRank:
     signal: int
-    """The signal that ended it."""
+    """The signal that ended it; 0 if it was lost with its machine."""
     at: float
     """When its keeper noticed, by time.monotonic() of its machine."""
+
+    @classmethod
+    def with_machine(cls) -> LostRank:
+        """It was lost with its machine, and this is the machine that takes that one's place."""
+        return cls(_WITH_MACHINE, time.monotonic())
 
     @property
     def seconds_ago(self) -> float:
         return time.monotonic() - self.at
 
     def tell_replacement(self) -> None:
-        """Called in the new process, before anything else."""
+        """Called in the new process, or in the one that is about to start it, before anything else."""
         os.environ[_REPLACES] = self.to_json()
 
     def to_json(self) -> str:
@@ -82,6 +103,26 @@ def replaceable(directory: Path, rank: int) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             mark.unlink()
+
+
+def count_replaceable(directory: Path) -> int:
+    """How many ranks of this machine are in `replaceable`."""
+    return len(list(directory.glob("replaceable.*")))
+
+
+def tell_lost_machines(directory: Path, count: int) -> None:
+    """Tells the ranks of this machine how many machines the job has lost, so that they do not wait for those."""
+    part = directory / "lost_machines.part"
+    part.write_text(str(count))
+    part.replace(directory / "lost_machines")
+
+
+def lost_machines(directory: Path) -> int:
+    """How many machines the job has lost since these ranks were started, as far as this machine knows."""
+    try:
+        return int((directory / "lost_machines").read_text())
+    except OSError:
+        return 0
 
 
 def is_replaceable(directory: Path, rank: int, pid: int) -> bool:

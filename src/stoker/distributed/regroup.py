@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stoker.distributed.lost_rank import is_joining
+from stoker.distributed.lost_rank import healing_directory, is_joining, lost_machines
 from stoker.distributed.roster import Roster, RosterStore
 from stoker.requires import require
 
@@ -26,6 +27,8 @@ __all__ = ["HealingGroup", "NotFormed", "is_lost_connection"]
 
 _FORMING = timedelta(seconds=60)
 """How long a process waits for another one while a group is formed. One that is killed in that moment is noticed then."""
+_POLL = 0.5
+"""Seconds between looks whether a machine was lost."""
 
 
 class NotFormed(Exception):
@@ -47,7 +50,11 @@ class HealingGroup:
         self._store = dist.PrefixStore("stoker/heal", client)
         self.roster_store = RosterStore(self._store, rank, size)
         self._sockets: dict[int, str] = {}
+        self._known_losses = 0
+        """Of machines, when the group was formed."""
         HealingGroup.current = self
+        if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:  # set by torchrun's agent: the number of machines
+            threading.Thread(target=self._leave_lost_machines, daemon=True).start()
         if is_joining():
             import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
 
@@ -81,7 +88,17 @@ class HealingGroup:
             time.sleep(0.02)
         self._form(roster.number)
 
+    def _leave_lost_machines(self) -> None:
+        """Ends the connections of the group when a machine was lost: one without power does not close its own."""
+        directory = healing_directory()
+        while directory is not None and directory.exists():
+            time.sleep(_POLL)
+            if lost_machines(directory) > self._known_losses:
+                _shut_down(self._sockets)
+
     def _form(self, number: int) -> None:
+        directory = healing_directory()
+        self._known_losses = lost_machines(directory) if directory is not None else 0
         before = _open_sockets()
         store = dist.PrefixStore(f"group/{number}", self._store)
         dist.init_process_group(self._backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout)

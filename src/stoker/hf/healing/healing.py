@@ -82,6 +82,8 @@ class Healing:
         self._reenters = False
         """Whether the loop is being entered again by a process that was in it before."""
         self._began = 0.0
+        self._noticed = 0.0
+        """When this process noticed the last loss, by time.monotonic()."""
         self._learning_rate: float | None = None
         self._context = contextlib.ExitStack()
 
@@ -153,6 +155,7 @@ class Healing:
         """The text of an error after which the ranks meet again; None if it has to end the run."""
         if not is_lost_connection(error):
             return None
+        self._noticed = time.monotonic()
         text = f"{type(error).__name__}: {first_line(error)}"
         if self._boundary is None and self._taken is None:
             log.warning("a rank was lost before the first step of this training, which cannot be repeated: %s", text)
@@ -345,13 +348,19 @@ class Healing:
         trainer, roster, taken = self._trainer, self._roster, self._taken
         assert roster is not None
         assert taken is not None
-        seconds = state_transfer.from_rank(self._replaced.seconds_ago if self._replaced else 0.0, roster.lost[0].rank)
+        seconds = self._seconds_since_loss(roster)
         if not trainer.is_world_process_zero():
             return
         step = taken.position[0]
         log.warning("%s", _healed_sentence(roster.lost, step, trainer.state.max_steps, seconds))
         for entry in roster.lost:
             trainer.recorder.write("healed", step=step, rank=entry.rank, signal=entry.signal, seconds=round(seconds, 3))
+
+    def _seconds_since_loss(self, roster: Roster) -> float:
+        """As the keeper of the lost rank saw it, or, if that was lost with its machine, as another rank did. A collective."""
+        own = self._replaced.seconds_ago if self._replaced else time.monotonic() - self._noticed
+        lost = roster.lost[0]
+        return float(state_transfer.from_rank(own, lost.rank if lost.signal else roster.donor.rank))
 
     def _make_up(self, boundary: Boundary) -> None:
         """What the step before the loss was to be followed by: logging, an evaluation, a checkpoint, the end of an epoch."""
@@ -403,7 +412,10 @@ class Healing:
 
 
 def _healed_sentence(lost: Sequence[Entry], step: int, last_step: int, seconds: float) -> str:
-    names = " and ".join(f"rank {entry.rank} (killed by signal {entry.signal})" for entry in lost)
+    names = " and ".join(
+        f"rank {entry.rank} ({f'killed by signal {entry.signal}' if entry.signal else 'with its machine'})"
+        for entry in lost
+    )
     if len(lost) == 1:
         happened = f"{names} was lost after step {step}; a new process took its place after {seconds:.1f} s"
     else:

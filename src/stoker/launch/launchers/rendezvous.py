@@ -4,6 +4,9 @@ A round is one start of the ranks on all machines. It ends when the ranks of a m
 joins while there is room for it; the next round has the machines that are alive then. Every machine writes a report to the
 store twice a second. The first machine reads them (`Coordinator`) and publishes the round, which the others read.
 
+With `--heal` the round goes on when a machine is lost, if the ranks of the others can wait for those of a machine that takes its
+place: the lost one, once it is started again, or a spare one. Its ranks get their state from the memory of the others.
+
 torch's own DynamicRendezvousHandler over c10d is not used, for four reasons. tests/launch/test_torch_rendezvous.py shows each of
 them with torch's handler:
 
@@ -34,6 +37,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from stoker.distributed.lost_rank import LostRank, count_replaceable, joined, tell_lost_machines
 from stoker.errors import UserError
 from stoker.launch.launchers.elastic_job import Job, listen
 from stoker.launch.launchers.remote_hosts import own_versions
@@ -70,6 +74,12 @@ class Report:
     """The last round that it took part in."""
     count: int = 0
     """Grows with each report."""
+    ranks: int = 0
+    """How many ranks it runs."""
+    can_wait: bool = False
+    """Whether all its ranks can go on in memory with processes that take the place of others."""
+    losses: int = 0
+    """Of how many lost machines it has told its ranks."""
     failure: Failure | None = None
     """What ends the job on all machines."""
 
@@ -89,6 +99,10 @@ class Round:
     ending: str = ""
     """Why all ranks have to end; empty while they run."""
     finished: bool = False
+    losses: int = 0
+    """How many machines were lost in this round, while the ranks of the others waited."""
+    replacements: Sequence[str] = ()
+    """The members that have taken the place of lost ones in this round."""
     failure: Failure | None = None
 
 
@@ -116,6 +130,8 @@ class Coordinator:
         """When the machines began to gather for the next round, and after how long to print who is missing."""
         self._seen: dict[str, tuple[Report, float]] = {}
         """The last report of each machine, and when it came."""
+        self._awaited: set[str] = set()
+        """The lost machines that the ranks of the others wait for."""
 
     def decide(self, current: Round, reports: Sequence[Report]) -> Round:
         """What becomes of the round after these reports, the first of which is the first machine's own."""
@@ -140,13 +156,50 @@ class Coordinator:
         }
         if current.number == 0 or current.ending:
             return self._gather(current, ready, [alive[token] for token in set(current.members) - lost - set(ready)])
+        others = [alive[token] for token in current.members if token not in lost]
+        if lost and not job.elastic and not ready.keys() & set(current.members) and self._can_heal(lost, others, ready):
+            return self._await_replacements(current, lost, others, list(ready.values()))
         self._since, self._remind_after = time.monotonic(), 10.0
         if lost or ready.keys() & set(current.members):
-            if lost and not job.elastic:
-                gone = ", ".join(sorted(str(self._seen[token][0]) for token in lost))
-                self._print(f"{gone} is gone; waiting up to {job.wait:.0f} s until it is started again")
+            if not job.elastic:
+                self._print_lost(lost - self._awaited)
             return replace(current, ending=_BROKEN)
         return replace(current, ending=_JOINED if ready and len(current.members) < job.machines else "")
+
+    def _can_heal(self, lost: set[str], others: Sequence[Report], ready: dict[str, Report]) -> bool:
+        """Whether the others' ranks can wait, and the machines that have come have as many ranks as the lost ones had."""
+        sizes = {self._seen[token][0].ranks for token in lost} | {report.ranks for report in ready.values()}
+        return all(report.can_wait for report in others) and len(sizes) == 1
+
+    def _await_replacements(
+        self, current: Round, lost: set[str], others: Sequence[Report], ready: Sequence[Report]
+    ) -> Round:
+        """Keeps the round until machines take the places of the lost ones, whose ranks the others wait for in memory."""
+        if new := lost - self._awaited:
+            self._awaited |= new
+            self._print_lost(new)
+            return replace(current, losses=current.losses + len(new))
+        if any(report.losses < current.losses for report in others) or not ready:
+            return self._wait_longer(current, {self._seen[token][0].machine for token in lost})
+        members, came = list(current.members), sorted(ready, key=lambda report: report.machine)
+        taken = []
+        for token in sorted(lost, key=members.index):
+            own = [report for report in came if report.machine == self._seen[token][0].machine]
+            if not came:
+                break
+            chosen = (own or came)[0]
+            came.remove(chosen)
+            members[members.index(token)] = chosen.token
+            taken.append(chosen)
+            self._awaited.discard(token)
+        names = ", ".join(map(str, taken))
+        self._print(f"{names} has joined; its ranks continue from the memory of the others")
+        return replace(current, members=members, replacements=[*current.replacements, *(one.token for one in taken)])
+
+    def _print_lost(self, lost: set[str]) -> None:
+        if lost:
+            gone = ", ".join(sorted(str(self._seen[token][0]) for token in lost))
+            self._print(f"{gone} is gone; waiting up to {self._job.wait:.0f} s until it is started again")
 
     def _alive(self, current: Round, reports: Iterable[Report]) -> dict[str, Report]:
         """A machine that has finished reports no more; it is missing only if the others have to start again."""
@@ -173,6 +226,11 @@ class Coordinator:
                 self._print_changes(before.members, members)
             return Round(before.number + 1, members, port)
         numbers = {r.machine for r in awaited} or set(range(job.machines)) - {r.machine for r in ready.values()}
+        return self._wait_longer(before, numbers)
+
+    def _wait_longer(self, before: Round, numbers: set[int]) -> Round:
+        """Goes on waiting for these machines, or fails."""
+        job, waited = self._job, time.monotonic() - self._since
         missing = ", ".join(map(str, sorted(numbers)))
         if waited > job.wait:
             text = f"machines {missing} of {job.machines} did not arrive within {job.wait:.0f} s"
@@ -204,7 +262,9 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
         super().__init__(job.address, port, job.machine_rank, job.machines, "stoker", math.ceil(job.wait))
         self._job, self._listener, self._directory = job, listener, directory
         self._port, self._machine = port, job.machine_rank
-        self._report = Report(secrets.token_hex(4), socket.gethostname(), *astuple(own_versions()))
+        self._report = Report(
+            secrets.token_hex(4), socket.gethostname(), *astuple(own_versions()), ranks=job.local_size
+        )
         self._round = self._latest = Round(port=port)
         """The last round that this machine took part in, and the last that the first machine has published."""
         self._first_store: Any = None
@@ -215,6 +275,8 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
         """When the first machine answered last."""
         self._refused = ""
         """Why this machine cannot take part."""
+        self._losses = 0
+        """Of how many machines that the current round has lost the ranks of this machine were told."""
         self.failure_elsewhere: Failure | None = None
 
     # What torch's agent calls
@@ -243,6 +305,11 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
         self._round = now
         self._report = replace(self._report, status=_RUNNING, round=now.number)
         (self._directory / ROUND).write_text(str(now.number))
+        self._tell_losses(now)
+        if self._report.token in now.replacements:
+            LostRank.with_machine().tell_replacement()  # through the variables that the ranks inherit
+        else:
+            joined()
         self.master_port, self.world_size = now.port, len(now.members)
         self.rank = now.members.index(self._report.token)
         return super().next_rendezvous()
@@ -274,6 +341,11 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
         self._thread.join(timeout=5.0)  # it sends the last report, unless the first machine is gone
         if self._machine == 0 and self._job.machines > 1:
             time.sleep(3 * _POLL)  # the store ends with this process: the others have to read the last round before
+
+    def _tell_losses(self, now: Round) -> None:
+        """Ranks may wait for those of a machine that has lost power, from which no connection is ever closed."""
+        tell_lost_machines(self._directory, now.losses)
+        self._losses = now.losses
 
     # Joining, and starting again
 
@@ -309,9 +381,9 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
             ) from None
 
     def _clean_up(self) -> None:
-        """Ends what the ranks of the last round have started, and removes their reports."""
+        """Ends what the ranks of the last round have started, and removes their reports and marks."""
         leftovers.end(os.environ[leftovers.JOB])
-        for pattern in ("failed.*", "ended.*"):
+        for pattern in ("failed.*", "ended.*", "replaceable.*"):
             for path in self._directory.glob(pattern):
                 path.unlink(missing_ok=True)
 
@@ -335,11 +407,15 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
                     raise UserError(
                         f"another launch has joined as machine {self._machine}; give each its own --machine_rank"
                     )
-                store.set(key, _encode(replace(self._report, count=count)))
+                can_wait = self._job.waits_for_lost and count_replaceable(self._directory) == self._job.local_size
+                own = replace(self._report, count=count, can_wait=can_wait, losses=self._losses)
+                store.set(key, _encode(own))
                 if coordinator is not None:
                     store.set(_LATEST_KEY, _encode(coordinator.decide(self._latest, self._read_reports(store))))
                 self._latest = _decode(Round, store.get(_LATEST_KEY))
                 self._heard = time.monotonic()
+                if self._latest.number == self._round.number and self._latest.losses > self._losses:
+                    self._tell_losses(self._latest)
                 if self._latest.failure is not None:
                     self._stop(self._latest.failure)
                 elif self._latest.finished and self._report.status == _WAITING:
