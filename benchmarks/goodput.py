@@ -1,12 +1,16 @@
-"""How much of the time is training when ranks are killed: MiniLM on SQuAD by four ranks, with `--heal` and with restarts.
+"""How much of the time is training when ranks or hosts are killed: MiniLM on SQuAD by four ranks, with `--heal` or restarts.
 
     python benchmarks/goodput.py --data ../shared/data/squad --every 300 --steps 200
+    python benchmarks/goodput.py --data ../shared/data/squad --every 300 --steps 200 --hosts
 
 Three runs of the same command, `stoker launch -n 4 -m stoker train qa`, and the same steps:
 
     undisturbed   nobody is killed
     heal          --heal; a random rank gets SIGKILL every N seconds, first after N/2
     restart       the same kills, without --heal: torchrun's agent restarts all ranks from a checkpoint of every --save_steps
+
+With --hosts the four ranks are on two fake hosts (network namespaces; needs root). The processes of the second get SIGKILL, and
+its launch is started again at once, as a supervisor would do it. There is no side "restart" then.
 
 A run that is in the folder --out already is not repeated, so the sides can be measured one at a time (--side). Goodput is the
 share of the wall time, from the first step to the last, that was not lost. What a kill costs is the time from the last step
@@ -18,6 +22,7 @@ every 300 s, the other processes go on, weights within 1e-5 of the undisturbed r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -28,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +46,13 @@ SECONDS, GOODPUT, DIFFERENCE = 10.0, 0.95, 1e-5
 _NOT_RANKS = ("stoker-keeper", "stoker-output")
 
 
-def command(side: str, options: argparse.Namespace, folder: Path) -> list[str]:
+def command(
+    side: str, options: argparse.Namespace, folder: Path, where: Sequence[str] = ("-n", str(RANKS))
+) -> list[str]:
     launch = {"undisturbed": [], "heal": ["--heal"], "restart": ["--max_restarts", "100"]}[side]
     save = ["--save_steps", str(options.save_steps)] if side == "restart" else ["--save_strategy", "no"]
     return [
-        *STOKER, "-n", str(RANKS), "--oversubscribe", *launch, "-m", "stoker", "train", "qa",
+        *STOKER, *where, "--oversubscribe", *launch, "-m", "stoker", "train", "qa",
         "--model_name_or_path", pretrained(), "--train_file", str(options.data / "train-v1.1.json.gz"),
         "--max_train_samples", "4000", "--do_train",
         "--per_device_train_batch_size", "3", "--max_steps", str(options.steps), "--logging_steps", "1", *save,
@@ -109,37 +117,91 @@ def ranks_of(launch: int) -> dict[int, int]:
     return found
 
 
+class OneHost:
+    """Four ranks on this host; `kill` takes one of them."""
+
+    others = RANKS - 1
+    """Processes that are not killed."""
+
+    def __init__(self, side: str, options: argparse.Namespace, folder: Path, log: Any) -> None:
+        self._draw = random.Random(options.seed)
+        self.first = subprocess.Popen(command(side, options, folder), stdout=log, stderr=log)
+
+    def kill(self) -> dict[str, Any]:
+        """Kills a random rank, and waits until there is another process in its place."""
+        before, memory = ranks_of(self.first.pid), memory_of_keepers(self.first.pid)
+        rank = self._draw.randrange(RANKS)
+        os.kill(before[rank], signal.SIGKILL)
+        at = time.time()
+        after: dict[int, int] = {}
+        while self.first.poll() is None and (len(after) < RANKS or after[rank] == before[rank]):
+            time.sleep(0.2)
+            after = ranks_of(self.first.pid)
+        kept = sum(after.get(other) == before[other] for other in range(RANKS) if other != rank)
+        return {"time": at, "rank": rank, "processes_kept": kept, "keepers_bytes": memory}
+
+    def close(self) -> None:
+        pass
+
+
+class TwoHosts:
+    """Two ranks on each of two fake hosts; `kill` takes the second host and starts its launch again."""
+
+    others = RANKS // 2
+
+    def __init__(self, side: str, options: argparse.Namespace, folder: Path, log: Any) -> None:
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+        from rig import Rig
+
+        self._rig = Rig(2).__enter__()
+        self._start = lambda host: subprocess.Popen(
+            self._rig.command(host, command(side, options, folder, self._where(host))), stdout=log, stderr=log
+        )
+        self.first, self._second = map(self._start, self._rig.hosts)
+
+    def _where(self, host: str) -> list[str]:
+        number = str(self._rig.hosts.index(host))
+        return ["--num_machines", "2", "--machine_rank", number, "-ppn", str(RANKS // 2),
+                "--main_process_ip", self._rig.address("alpha"), "--main_process_port", "29500"]  # fmt: skip
+
+    def kill(self) -> dict[str, Any]:
+        before, memory = ranks_of(self.first.pid), memory_of_keepers(self.first.pid)
+        for pid in self._rig.processes("beta"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        at = time.time()
+        self._second.wait()
+        self._second = self._start("beta")
+        while self.first.poll() is None and len(ranks_of(self._second.pid)) < RANKS // 2:
+            time.sleep(0.2)
+        kept = len(set(before.values()) & set(ranks_of(self.first.pid).values()))
+        return {"time": at, "rank": -1, "processes_kept": kept, "keepers_bytes": 2 * memory}
+
+    def close(self) -> None:
+        self._second.wait()
+        self._rig.close()
+
+
 def run(side: str, options: argparse.Namespace) -> dict[str, Any]:
     folder = options.out / side
     shutil.rmtree(folder, ignore_errors=True)
-    draw, kills = random.Random(options.seed), []
+    kills: list[dict[str, Any]] = []
     begin = time.time()
     with open(options.out / f"{side}.log", "w") as log:
-        process = subprocess.Popen(command(side, options, folder), stdout=log, stderr=log)
+        job = (TwoHosts if options.hosts else OneHost)(side, options, folder, log)
         first: float | None = None
-        while process.poll() is None:
+        while job.first.poll() is None:
             time.sleep(0.2)
             if first is None:
                 first = time.time() if (folder / "run.jsonl").exists() and steps_of(folder) else None
             elif side != "undisturbed" and time.time() - first > options.every * (len(kills) + 0.5):
-                kills.append(kill(process, draw))
-    if process.returncode:
-        raise SystemExit(f"{side}: the launch ended with exit code {process.returncode}; see {options.out / side}.log")
+                kills.append(job.kill())
+        job.close()
+    if job.first.returncode:
+        raise SystemExit(
+            f"{side}: the launch ended with exit code {job.first.returncode}; see {options.out / side}.log"
+        )
     return {"started": begin, "steps": steps_of(folder), "kills": kills, "settings": settings(options)}
-
-
-def kill(launch: subprocess.Popen[bytes], draw: random.Random) -> dict[str, Any]:
-    """Kills a random rank, and waits until there is another process in its place."""
-    before, memory = ranks_of(launch.pid), memory_of_keepers(launch.pid)
-    rank = draw.randrange(RANKS)
-    os.kill(before[rank], signal.SIGKILL)
-    at = time.time()
-    after: dict[int, int] = {}
-    while launch.poll() is None and (len(after) < RANKS or after[rank] == before[rank]):
-        time.sleep(0.2)
-        after = ranks_of(launch.pid)
-    kept = sum(after.get(other) == before[other] for other in range(RANKS) if other != rank)
-    return {"time": at, "rank": rank, "processes_kept": kept, "keepers_bytes": memory}
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -169,16 +231,16 @@ def largest_difference(one: Path, other: Path) -> float:
 
 def summary(runs: dict[str, Any], options: argparse.Namespace) -> bool:
     """Prints the figures of each side; returns whether a bar was missed."""
-    missed = False
+    missed, others = False, (TwoHosts if options.hosts else OneHost).others
     for side, run in runs.items():
         found = figures(run)
         print(f"{side}: {len(run['steps'])} steps in {found['wall']:.0f} s, median step {found['usual']:.2f} s")
         if side == "undisturbed":
             continue
-        kept = min((one["processes_kept"] for one in run["kills"]), default=RANKS - 1)
+        kept = min((one["processes_kept"] for one in run["kills"]), default=others)
         seconds = " ".join(f"{one:.1f}" for one in found["lost"])
         print(f"  {len(run['kills'])} kills, one every {options.every} s: {seconds} s lost, complete steps repeated "
-              f"{' '.join(map(str, found['repeated']))}; goodput {found['goodput']:.3f}; of the other {RANKS - 1} processes "
+              f"{' '.join(map(str, found['repeated']))}; goodput {found['goodput']:.3f}; of the other {others} processes "
               f"{kept} stayed")  # fmt: skip
         if not run["kills"]:
             continue
@@ -191,7 +253,7 @@ def summary(runs: dict[str, Any], options: argparse.Namespace) -> bool:
             difference = largest_difference(options.out / side, options.out / "undisturbed")
             print(f"  largest difference of a weight from the undisturbed run {difference:.1e}")
         if side == "heal":
-            missed = lost > SECONDS or max(found["repeated"]) > 1 or kept < RANKS - 1
+            missed = lost > SECONDS or max(found["repeated"]) > 1 or kept < others
             missed |= 300 / (300 + lost) < GOODPUT or (difference or 0.0) > DIFFERENCE
     return missed
 
@@ -204,12 +266,14 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=300.0, help="seconds between kills")
     parser.add_argument("--save_steps", type=int, default=20, help="of the side that restarts")
     parser.add_argument("--seed", type=int, default=0, help="chooses the ranks that are killed")
+    parser.add_argument("--hosts", action="store_true", help="kill one of two fake hosts instead of a rank; needs root")
     parser.add_argument("--side", action="append", choices=SIDES, help="only this one (repeatable)")
     options = parser.parse_args()
+    options.out /= "hosts" if options.hosts else "ranks"
     options.out.mkdir(parents=True, exist_ok=True)
     store = options.out / "goodput.json"
     runs = json.loads(store.read_text()) if store.exists() else {}
-    for side in options.side or SIDES:
+    for side in options.side or SIDES[: 2 if options.hosts else 3]:
         if runs.get(side, {}).get("settings") != settings(options):
             runs[side] = run(side, options)
             store.write_text(json.dumps(runs))
