@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from stoker.launch.launchers import rendezvous
+from stoker.launch.launchers import coordinator, round
+from stoker.launch.launchers.coordinator import Coordinator
 from stoker.launch.launchers.elastic_job import Job
-from stoker.launch.launchers.rendezvous import Coordinator, Report, Round
+from stoker.launch.launchers.round import Report, Round
 from stoker.launch.rank import failure
 
 
@@ -19,7 +20,7 @@ class Machines:
         self.reports: dict[int, Report] = {}
         self.silent: set[int] = set()
         self._time = 1000.0
-        monkeypatch.setattr(rendezvous.time, "monotonic", lambda: self._time)
+        monkeypatch.setattr(coordinator.time, "monotonic", lambda: self._time)
         self._round = Round(port=29500)
         self._coordinator = Coordinator(Job(local_size=1, **job), 29500, lambda: 40000)
 
@@ -134,7 +135,7 @@ def test_ranks_that_can_wait_are_not_ended_when_a_machine_is_lost(
     machines.change(0, 1, can_wait=True)
     machines.step()
     machines.start(1, token="b")
-    lost = replace(before, losses=1)
+    lost = replace(before, members=["0a", ""], losses=1)
     assert machines.step(5) == lost, "machine 0 has not told its ranks yet"
     machines.change(0, losses=1)
     now = machines.step()
@@ -182,18 +183,92 @@ def test_a_machine_with_another_number_of_ranks_ends_the_round(monkeypatch: pyte
     machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True)
     machines.start(0, 1)
     machines.run()
-    machines.change(0, 1, can_wait=True, losses=1)
+    machines.change(0, 1, can_wait=True)
     machines.step()
     machines.start(1, token="b")
     machines.change(1, ranks=2)
+    machines.step()
     assert machines.step().ending == "broken"
+
+
+def test_two_lost_machines_are_replaced_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=3, least=3, waits_for_lost=True)
+    machines.start(0, 1, 2)
+    machines.run()
+    machines.change(0, 1, 2, can_wait=True)
+    machines.silent = {1, 2}
+    assert machines.step(20).members == ["0a", "", ""]
+    machines.change(0, losses=2)
+    machines.silent = {2}
+    machines.start(1, token="b")
+    assert machines.step().members == ["0a", "1b", ""]
+    machines.change(1, status="running", round=1, losses=2)
+    assert machines.step(30).ending == "", "the ranks of machine 1 wait for those of machine 2, too"
+    machines.silent = set()
+    machines.start(2, token="b")
+    now = machines.step()
+    assert (now.members, now.replacements) == (["0a", "1b", "2b"], ["1b", "2b"])
+
+
+def test_a_replacement_whose_ranks_fail_loses_its_place_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True)
+    machines.start(0, 1)
+    machines.run()
+    machines.change(0, 1, can_wait=True)
+    machines.step()
+    machines.start(1, token="b")
+    machines.step()
+    machines.change(0, losses=1)
+    assert machines.step().members == ["0a", "1b"]
+    machines.change(1, status="waiting", round=1)
+    assert machines.step().members == ["0a", ""]
+    machines.change(1, status="left", failure=failure.of_launch("no data here"))
+    machines.change(0, losses=2)
+    now = machines.step(5)
+    assert (now.members, now.ending, now.failure) == (["0a", ""], "", None)
+    machines.start(3)
+    assert machines.step().members == ["0a", "3a"]
+
+
+def test_a_machine_that_was_given_up_does_not_get_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True)
+    machines.start(0, 1)
+    machines.run()
+    machines.change(0, 1, can_wait=True)
+    machines.silent = {1}
+    machines.step(20)
+    machines.change(0, losses=1)
+    machines.silent = set()
+    now = machines.step(5)
+    assert (now.members, now.ending) == (["0a", ""], "")
+
+
+def test_a_machine_that_is_lost_after_its_training_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True)
+    machines.start(0, 1)
+    machines.run()
+    machines.change(0, can_wait=True)
+    machines.silent = {1}
+    assert machines.step(20).ending == "broken"
+
+
+def test_a_spare_machine_that_fails_or_has_another_version_does_not_disturb_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True)
+    machines.start(0, 1)
+    now = machines.run()
+    machines.start(2, 3)
+    machines.change(2, torch="2.12")
+    machines.change(3, status="left", failure=failure.of_launch("Ctrl-C"))
+    assert machines.step(5) == now
 
 
 def test_a_job_whose_ranks_wait_fails_if_a_lost_machine_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = Machines(monkeypatch, machines=2, least=2, waits_for_lost=True, wait=60)
     machines.start(0, 1)
     machines.run()
-    machines.change(0, 1, can_wait=True, losses=1)
+    machines.change(0, 1, can_wait=True)
     machines.silent = {1}
     reason = machines.step(100).failure
     assert reason is not None
@@ -294,6 +369,6 @@ def test_records_are_decoded_as_they_were_encoded() -> None:
     report = Report("t", "host", "3.11", None, "1.0", 4, "running", 3, 7, 2, True, 1, reason)
     now = Round(2, ["a", "b"], 40000, "joined", True, 1, ["b"], reason)
     for record in (report, replace(report, failure=None), now, replace(now, failure=None)):
-        assert rendezvous._decode(type(record), rendezvous._encode(record).encode()) == record  # type: ignore[type-var]
-    other = rendezvous._decode(Report, b'["t", "host", "3.9", "2.6", "0.1", "what another version adds"]')
+        assert round.decode(type(record), round.encode(record).encode()) == record  # type: ignore[type-var]
+    other = round.decode(Report, b'["t", "host", "3.9", "2.6", "0.1", "what another version adds"]')
     assert (other.host, other.stoker) == ("host", "0.1")

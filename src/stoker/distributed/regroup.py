@@ -50,6 +50,8 @@ class HealingGroup:
         self._store = dist.PrefixStore("stoker/heal", client)
         self.roster_store = RosterStore(self._store, rank, size)
         self._sockets: dict[int, str] = {}
+        self._sockets_before: dict[int, str] | None = None
+        """While a group is formed: the sockets that there were before."""
         self._known_losses = 0
         """Of machines, when the group was formed."""
         HealingGroup.current = self
@@ -94,15 +96,21 @@ class HealingGroup:
         while directory is not None and directory.exists():
             time.sleep(_POLL)
             if lost_machines(directory) > self._known_losses:
-                _shut_down(self._sockets)
+                before = self._sockets_before
+                _shut_down(self._sockets if before is None else _opened_since(before))
 
     def _form(self, number: int) -> None:
         directory = healing_directory()
         self._known_losses = lost_machines(directory) if directory is not None else 0
-        before = _open_sockets()
+        self._sockets_before = before = _open_sockets()
         store = dist.PrefixStore(f"group/{number}", self._store)
-        dist.init_process_group(self._backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout)
-        self._sockets = {fd: name for fd, name in _open_sockets().items() if before.get(fd) != name}
+        try:
+            dist.init_process_group(
+                self._backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout
+            )
+            self._sockets = _opened_since(before)
+        finally:
+            self._sockets_before = None
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
@@ -127,12 +135,18 @@ def _open_sockets() -> dict[int, str]:
     return found
 
 
+def _opened_since(before: dict[int, str]) -> dict[int, str]:
+    return {descriptor: name for descriptor, name in _open_sockets().items() if before.get(descriptor) != name}
+
+
 def _shut_down(sockets: dict[int, str]) -> None:
     """Ends the connections among `sockets` without closing them: their owner finds out as if the other side had ended them."""
-    now = _open_sockets()
     for descriptor, name in sockets.items():
-        if now.get(descriptor) != name:
-            continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-            one.getpeername()  # raises for a socket that listens, whose owner would abort the process
-            one.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            copy = os.dup(descriptor)  # which stays open, whatever another thread closes
+            if os.readlink(f"/proc/self/fd/{copy}") != name:
+                os.close(copy)
+                continue
+            with socket.socket(fileno=copy) as one:
+                one.getpeername()  # raises for a socket that listens, whose owner would abort the process
+                one.shutdown(socket.SHUT_RDWR)

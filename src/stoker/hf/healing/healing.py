@@ -207,6 +207,7 @@ class Healing:
     def _end_on_signal(self) -> None:
         received = self._trainer._interrupts.received
         if received is not None:
+            log.warning("no checkpoint can be saved while a rank is missing; the last one is unchanged")
             raise Interrupted(received)
 
     def _facts(self) -> str:
