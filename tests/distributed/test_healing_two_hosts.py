@@ -88,10 +88,11 @@ def test_a_host_whose_launch_was_killed_and_started_again_takes_the_training_fro
     assert "machine 1 (beta) has joined; its ranks continue from the memory of the others" in outputs[0]
 
 
-def test_a_spare_host_takes_the_place_of_one_that_lost_power(undisturbed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["ccl", "gloo"])
+def test_a_spare_host_takes_the_place_of_one_that_lost_power(undisturbed: Path, tmp_path: Path, backend: str) -> None:
     folder = tmp_path / "out"
     with Rig(3) as rig:
-        words = ["--ddp_backend", "gloo", "--hang_at", "7"]
+        words = ["--ddp_backend", backend, "--hang_at", "7"]
         both = [start(rig, host, fixed(rig, host), folder, *words) for host in ("alpha", "beta")]
         wait_for(folder / "hangs", both[0])
         spare = start(rig, "gamma", fixed(rig, None), folder, *words)

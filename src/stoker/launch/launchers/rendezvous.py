@@ -72,9 +72,8 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
         super().__init__(job.address, port, job.machine_rank, job.machines, "stoker", math.ceil(job.wait))
         self._job, self._listener, self._directory = job, listener, directory
         self._port, self._machine = port, job.machine_rank
-        self._report = Report(
-            secrets.token_hex(4), socket.gethostname(), *astuple(own_versions()), ranks=job.local_size
-        )
+        report = Report(secrets.token_hex(4), socket.gethostname(), *astuple(own_versions()))
+        self._report = replace(report, ranks=job.local_size)
         self._round = self._latest = Round(port=port)
         """The last round that this machine took part in, and the last that the first machine has published."""
         self._first_store: Any = None
