@@ -269,7 +269,7 @@ def main() -> int:
     parser.add_argument("--hosts", action="store_true", help="kill one of two fake hosts instead of a rank; needs root")
     parser.add_argument("--side", action="append", choices=SIDES, help="only this one (repeatable)")
     options = parser.parse_args()
-    options.out /= "hosts" if options.hosts else "ranks"
+    options.out = options.out.resolve() / ("hosts" if options.hosts else "ranks")
     options.out.mkdir(parents=True, exist_ok=True)
     store = options.out / "goodput.json"
     runs = json.loads(store.read_text()) if store.exists() else {}

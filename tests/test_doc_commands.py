@@ -82,21 +82,21 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_commands_of_a_page_run_one_after_the_other(
     page: Path, stand_ins: Path, tmp_path: Path, recorded_root: Callable[[str], Path]
 ) -> None:
-    folder = tmp_path / "work"
+    folder, cache = tmp_path / "work", stand_ins.with_name("cache")  # rates are measured for the first page only
     shutil.copytree(stand_ins, folder)
     (folder / "DIR").symlink_to(recorded_root("genoa"))
     if "sft" in page.read_text():
         shutil.copy(folder / "chat.jsonl", folder / "dev.jsonl")
     for text in BEFORE.get(page.name, []):
-        execute(DocCommand(page.name, 0, text), folder)
+        execute(DocCommand(page.name, 0, text), folder, cache)
     if (folder / "out" / "squad").exists():
         shutil.copy(folder / "out" / "squad" / "recipe.yaml", folder / "recipe.yaml")
     for command in block_commands(page):
         if command.words[0] == "stoker" and not any(map(command.text.startswith, ELSEWHERE)):
-            execute(command, folder)
+            execute(command, folder, cache)
 
 
-def execute(command: DocCommand, folder: Path) -> None:
+def execute(command: DocCommand, folder: Path, cache: Path) -> None:
     name, *words = command.words[1:]
     if command.mark:
         check_options(command)
@@ -106,7 +106,7 @@ def execute(command: DocCommand, folder: Path) -> None:
         words[where : where + 1] = QA.split() if name == "train" else []
     shorter = [] if name == "plan" and "--cores" in words else SHORTER.get(name, [])
     line = [sys.executable, "-m", "stoker", name, *words, *shorter]
-    variables = os.environ | {"STOKER_CACHE_DIR": str(folder.parent / "cache"), "HF_HUB_OFFLINE": "1"}
+    variables = os.environ | {"STOKER_CACHE_DIR": str(cache), "HF_HUB_OFFLINE": "1"}
     if name == "watch":
         serve(line, folder, variables)
         return
