@@ -41,8 +41,8 @@ class Coordinator:
         """When the machines began to gather for the next round, and after how long to print who is missing."""
         self._seen: dict[str, tuple[Report, float]] = {}
         """The last report of each machine, and when it came."""
-        self._lost: dict[int, Report] = {}
-        """The last report of the machine that had a place which is vacant now, by the number of the place."""
+        self._vacant: dict[int, Report] = {}
+        """For each vacant place: the last report of the machine that had it."""
         self._joining: set[str] = set()
         """Machines that have taken the place of a lost one, and whose ranks do not train yet."""
 
@@ -68,18 +68,21 @@ class Coordinator:
         if current.number == 0 or current.ending:
             return self._gather(current, ready, [alive[token] for token in members - lost - set(ready)])
         failed = ready.keys() & members
-        if (lost or failed or self._lost) and self._can_heal(current, alive, lost | (failed & self._joining), failed):
-            return self._heal(current, alive, lost | failed, list(ready.values()))
-        self._since, self._remind_after = time.monotonic(), 10.0
-        if lost or failed or self._lost:
+        if lost or failed or self._vacant:
+            if self._can_heal(current, alive, lost, failed):
+                if lost or failed:
+                    return self._vacate(current, lost | failed)
+                return self._fill_vacancies(current, alive, list(ready.values()))
             if not job.elastic:
                 self._print_lost([self._seen[token][0] for token in lost])
-            return self._break(current)
+            return self._end_round(current)
+        self._since, self._remind_after = time.monotonic(), 10.0
         return replace(current, ending=JOINED if ready and len(members) < job.machines else "")
 
-    def _break(self, current: Round) -> Round:
+    def _end_round(self, current: Round) -> Round:
         """All ranks end, and start again from a checkpoint."""
-        self._lost, self._joining = {}, set()
+        self._vacant, self._joining = {}, set()
+        self._since, self._remind_after = time.monotonic(), 10.0
         return replace(current, ending=BROKEN)
 
     def _failure(self, current: Round, reports: Sequence[Report]) -> failure.Failure | None:
@@ -109,53 +112,48 @@ class Coordinator:
     # Going on in the same round
 
     def _can_heal(self, current: Round, alive: dict[str, Report], lost: set[str], failed: set[str]) -> bool:
-        """Whether the ranks of all other machines can wait, and those of the lost ones were waited for in training."""
-        if self._job.elastic or failed - lost:
+        """Whether the round can go on without the lost machines, and without those whose ranks have failed."""
+        if self._job.elastic or failed - self._joining:
             return False
         trained = all(self._seen[token][0].can_wait or token in self._joining for token in lost)
-        others = [alive[token] for token in current.members if token in alive and token not in lost | self._joining]
-        return trained and all(report.can_wait for report in others)
+        others = set(current.members) & alive.keys() - lost - self._joining
+        return trained and all(alive[token].can_wait for token in others)
 
-    def _heal(self, current: Round, alive: dict[str, Report], lost: set[str], ready: Sequence[Report]) -> Round:
-        """Takes their places from lost machines, or gives vacant places to machines that have come for them."""
+    def _vacate(self, current: Round, lost: set[str]) -> Round:
+        """Takes their places from machines that were lost."""
         members = list(current.members)
-        if lost:
-            for token in lost:
-                place = members.index(token)
-                self._lost[place] = self._seen[token][0]
-                members[place] = VACANT
-            self._since, self._remind_after = time.monotonic(), 10.0
-            self._print_lost([self._seen[token][0] for token in lost])
-            self._joining -= lost
-            return replace(current, members=members, losses=current.losses + len(lost))
-        told = all(
-            alive[token].losses == current.losses
-            for token in members
-            if token in alive and alive[token].round == current.number
-        )
-        sizes = {before.machine: before.ranks for before in self._lost.values()}
+        for token in lost:
+            place = members.index(token)
+            self._vacant[place] = self._seen[token][0]
+            members[place] = VACANT
+        self._joining -= lost
+        self._since, self._remind_after = time.monotonic(), 10.0
+        self._print_lost([self._seen[token][0] for token in lost])
+        return replace(current, members=members, losses=current.losses + len(lost))
+
+    def _fill_vacancies(self, current: Round, alive: dict[str, Report], ready: Sequence[Report]) -> Round:
+        """Gives vacant places to machines that have come, once the ranks of all others were told of the loss."""
+        sizes = {before.machine: before.ranks for before in self._vacant.values()}
         if any(report.ranks != sizes.get(report.machine, report.ranks) for report in ready):
-            return self._break(current)  # a lost machine was started again with another number of ranks
-        spares = sorted(
-            (report for report in ready if report.round < current.number), key=lambda report: report.machine
-        )
-        taken = []
-        for place, before in sorted(self._lost.items()):
+            return self._end_round(current)  # a lost machine was started again with another number of ranks
+        running = [alive[token] for token in current.members if token in alive and alive[token].round == current.number]
+        told = all(report.losses == current.losses for report in running)
+        # A machine that was in this round before has lost its place for good.
+        spares = [report for report in ready if report.round < current.number] if told else []
+        members, joining = list(current.members), []
+        for place, before in sorted(self._vacant.items()):
             fitting = [report for report in spares if report.ranks == before.ranks]
-            if not told or not fitting:
-                continue
-            chosen = next((report for report in fitting if report.machine == before.machine), fitting[0])
-            spares.remove(chosen)
-            members[place] = chosen.token
-            taken.append(place)
-            self._print(f"{chosen} has joined; its ranks continue from the memory of the others")
-        if not taken:
-            return self._wait_longer(current, {report.machine for report in self._lost.values()})
-        for place in taken:
-            del self._lost[place]
-        joining = {members[place] for place in taken}
-        self._joining |= joining
-        return replace(current, members=members, replacements=[*current.replacements, *sorted(joining)])
+            if fitting:
+                chosen = min(fitting, key=lambda report: (report.machine != before.machine, report.machine))
+                spares.remove(chosen)
+                members[place] = chosen.token
+                joining.append(chosen.token)
+                del self._vacant[place]
+                self._print(f"{chosen} has joined; its ranks continue from the memory of the others")
+        if not joining:
+            return self._wait_longer(current, {report.machine for report in self._vacant.values()})
+        self._joining.update(joining)
+        return replace(current, members=members, replacements=[*current.replacements, *joining])
 
     def _print_lost(self, lost: Sequence[Report]) -> None:
         if lost:
