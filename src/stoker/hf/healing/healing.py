@@ -169,7 +169,7 @@ class Healing:
         wrapped = trainer.model_wrapped
         if isinstance(wrapped, DistributedDataParallel):
             wrapped._remove_autograd_hooks()  # type: ignore[no-untyped-call]
-            trainer.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+        _restore_forward(trainer.model)
         trainer.model_wrapped = trainer.model
         trainer.model.zero_grad(set_to_none=True)
         trainer.optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's
@@ -410,6 +410,18 @@ class Healing:
     def first_began(self, began: float) -> float:
         """When training began, before any rank was lost."""
         return min(began, self._began) if self._active else began
+
+
+def _restore_forward(model: torch.nn.Module) -> None:
+    """Removes the mixed precision that accelerate has wrapped around `forward`, so that it can be wrapped again.
+
+    accelerate's own `unwrap_model` would also remove the model's own decorators, which are wrappers, too.
+    """
+    original = model.__dict__.pop("_original_forward", None)
+    if original is not None:
+        del model.__dict__["forward"]
+        if model.forward != original:
+            model.forward = original
 
 
 def _healed_sentence(lost: Sequence[Entry], step: int, last_step: int, seconds: float) -> str:
