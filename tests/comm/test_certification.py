@@ -9,7 +9,7 @@ import pytest
 from comm import certify
 
 
-@pytest.mark.slow
+@pytest.mark.part("certify")
 def test_ccl_passes_what_gloo_passes() -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         gloo, ccl = pool.map(lambda backend: certify.run(backend, 2, 2, certify.EVERY_TIME), ("gloo", "ccl"))

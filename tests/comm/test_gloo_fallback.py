@@ -104,6 +104,7 @@ def test_a_required_backend_that_cannot_be_compiled_is_an_error(uncompiled: dict
     assert "the ccl backend is not compiled on" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.part("hosts")
 @pytest.mark.root
 @pytest.mark.netns
 def test_one_host_without_a_compiler_makes_all_hosts_use_gloo(uncompiled: dict[str, str]) -> None:
@@ -125,6 +126,7 @@ def test_one_host_without_a_compiler_makes_all_hosts_use_gloo(uncompiled: dict[s
     assert [ccl_lines(error) for _, error in outputs] == [[NO_COMPILER.format(" on beta")], [], [], []]
 
 
+@pytest.mark.part("launch")
 def test_a_trainer_with_ddp_backend_ccl_trains_without_a_compiler(uncompiled: dict[str, str], tmp_path: Path) -> None:
     done = launch(
         "-n", "2", "--oversubscribe", SCRIPT, "--ddp_backend", "ccl", "--output_dir", str(tmp_path / "out"),

@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).parent.parent / "launch" / "scripts" / "qa_style.py"
 STOKER = [sys.executable, "-c", "import sys; from stoker.cli import main; sys.exit(main(sys.argv[1:]))"]
 
 
+@pytest.mark.part("launch")
 @pytest.mark.mpi
 @pytest.mark.netns
 @pytest.mark.root

@@ -198,6 +198,7 @@ def test_undefined_reductions_are_refused(alone: int) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.mounts
 @pytest.mark.parametrize("kind", ["auto", "named"])
 def test_a_full_dev_shm_does_not_stop_a_job(kind: str) -> None:
     """memfd does not need /dev/shm; with STOKER_CCL_SHM=named gloo is used, and a line says why."""

@@ -12,7 +12,7 @@ import pytest
 
 from rig import Rig, oneccl_environment
 
-pytestmark = [pytest.mark.root, pytest.mark.netns]
+pytestmark = [pytest.mark.part("hosts"), pytest.mark.root, pytest.mark.netns]
 PROGRAM = str(Path(__file__).with_name("two_hosts.py"))
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from launch.live import launch, running
+from parts import rest_in
 from stoker.distributed.roster import Entry
 from stoker.hf.healing.healing import _healed_sentence
 
@@ -75,13 +76,16 @@ def require_healed(
 
 @pytest.mark.parametrize(
     ("ranks", "backend", "kill"),
-    [
-        (2, "ccl", "1:forward:4"),
-        (3, "gloo", "1:backward:4"),
-        (3, "ccl", "0:optimizer:3"),
-        (3, "ccl", "0:evaluate:3"),
-        (2, "gloo", "0:save:6"),
-    ],
+    rest_in(
+        "healing",
+        [
+            (2, "ccl", "1:forward:4"),
+            (3, "gloo", "1:backward:4"),
+            (3, "ccl", "0:optimizer:3"),
+            (3, "ccl", "0:evaluate:3"),
+            (2, "gloo", "0:save:6"),
+        ],
+    ),
 )
 def test_a_run_that_lost_a_rank_ends_as_if_nothing_had_happened(
     undisturbed: dict[int, Path], tmp_path: Path, ranks: int, backend: str, kill: str
@@ -93,6 +97,7 @@ def test_a_run_that_lost_a_rank_ends_as_if_nothing_had_happened(
     assert (folder / "checkpoint-9" / "stoker_manifest.json").exists()
 
 
+@pytest.mark.part("healing")
 def test_processes_start_with_everything_imported_also_the_second_time(
     undisturbed: dict[int, Path], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from distributed.test_healing import SCRIPT, TRAINING, evaluations, processes, r
 from launch.live import STOKER, environment
 from rig import Rig
 
-pytestmark = [pytest.mark.root, pytest.mark.netns]
+pytestmark = [pytest.mark.part("healing"), pytest.mark.root, pytest.mark.netns]
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
     return result(folder)
 
 
+@pytest.mark.part("kills")
 def test_ranks_restart_from_the_last_checkpoint_when_a_worker_is_killed(undisturbed: float, tmp_path: Path) -> None:
     cut = tmp_path / "cut"
     # A folder that was used before: its old checkpoints are not resumed from.
@@ -40,6 +41,7 @@ def test_ranks_restart_from_the_last_checkpoint_when_a_worker_is_killed(undistur
     assert result(cut) == undisturbed
 
 
+@pytest.mark.part("kills")
 @pytest.mark.mpi
 def test_under_mpirun_a_killed_worker_ends_the_job_and_the_printed_command_continues_it(
     undisturbed: float, tmp_path: Path

@@ -16,6 +16,7 @@ TRAINING = ["--per_device_train_batch_size", "4", "--max_steps", "8", "--save_st
             "--learning_rate", "1e-3", "--disable_tqdm", "true", "--dropout", "0"]  # fmt: skip
 
 
+@pytest.mark.part("hosts")
 @pytest.mark.root
 @pytest.mark.netns
 def test_training_continues_on_one_host_when_the_other_dies(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rig import Rig, warm
 PROGRAM = str(Path(__file__).with_name("two_hosts_training.py"))
 
 
+@pytest.mark.part("hosts")
 @pytest.mark.root
 @pytest.mark.netns
 def test_four_processes_on_two_hosts_give_the_weights_of_one(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from parts import rest_in
 from rig import warm
 
 HERE = Path(__file__).parent
@@ -37,8 +38,10 @@ def outputs(folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"tokens_per_batch": 48}, {"group_by_length": True, "eval_strategy": "epoch", "max_steps": 16}],
-    ids=["by rows", "by tokens", "by length"],
+    rest_in(
+        "kills", [{"tokens_per_batch": 48}, {}, {"group_by_length": True, "eval_strategy": "epoch", "max_steps": 16}]
+    ),
+    ids=["by tokens", "by rows", "by length"],
 )
 def test_a_run_killed_at_random_steps_ends_with_the_same_weights(tree_path: Path, settings: dict[str, Any]) -> None:
     chance = random.Random(str(settings))
@@ -71,6 +74,7 @@ def test_the_masks_of_a_masked_lm_are_drawn_again(tree_path: Path, settings: dic
     assert killed["weights"] == undisturbed["weights"]
 
 
+@pytest.mark.part("kills")
 def test_a_run_killed_while_writing_a_checkpoint_loses_nothing(tree_path: Path) -> None:
     chance = random.Random(7)
     points = [*FIRST_CHECKPOINT, *sorted(chance.sample(range(FIRST_CHECKPOINT.stop, 60), 4))]

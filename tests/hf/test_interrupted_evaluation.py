@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from hf import tiny
+from parts import rest_in
 from stoker.hf.checkpointing import folders
 
 
@@ -48,10 +49,13 @@ def evaluated(trainer: Any) -> list[tuple[int, float]]:
 
 BY_STEPS = {"max_steps": 14, "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 3}
 BY_EPOCHS = {"num_train_epochs": 3, "save_strategy": "epoch", "eval_strategy": "epoch"}
+INTERRUPTED = [(BY_STEPS, 6), (BY_EPOCHS, 16), (BY_STEPS, 14), (BY_EPOCHS, 48)]
 
 
 @pytest.mark.parametrize("in_evaluation", [False, True])
-@pytest.mark.parametrize(("settings", "at"), [(BY_STEPS, 6), (BY_STEPS, 14), (BY_EPOCHS, 16), (BY_EPOCHS, 48)])
+@pytest.mark.parametrize(
+    ("settings", "at"), rest_in("kills", [(BY_STEPS, 6), (BY_EPOCHS, 16), (BY_STEPS, 14), (BY_EPOCHS, 48)], keep=2)
+)
 def test_the_resumed_run_evaluates_first_and_continues_exactly(
     tree_path: Path, settings: dict[str, Any], at: int, in_evaluation: bool
 ) -> None:

@@ -55,6 +55,7 @@ def endpoint() -> Iterator[Endpoint]:
         server.shutdown()
 
 
+@pytest.mark.part("launch")
 def test_the_first_rank_reports_progress_from_0_to_100_percent(endpoint: Endpoint, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     variables = {

@@ -242,6 +242,7 @@ def test_a_full_disk_is_a_user_error_and_keeps_earlier_checkpoints(
 
 
 @pytest.mark.root
+@pytest.mark.mounts
 def test_a_full_tmpfs_is_a_user_error(tmp_path: Path) -> None:
     import subprocess
 

@@ -39,7 +39,7 @@ def lower_kinds() -> list[str]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.part("builds")
 @pytest.mark.parametrize("kind", lower_kinds())
 def test_lower_instruction_sets_pass_the_same_tests(kind):
     """In brief: a tenth of the random cases, five families; how torch calls the operators is the same for all levels."""

@@ -10,7 +10,7 @@ import pytest
 from kernels import sanitize
 
 
-@pytest.mark.slow
+@pytest.mark.part("builds")
 def test_no_fault_under_the_sanitizers():
     """The quick run; `make sanitize` is the full one."""
     if reason := sanitize.missing():

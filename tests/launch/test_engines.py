@@ -52,6 +52,7 @@ def _check(results: list[dict[str, Any]], ranks: int = 2) -> None:
         assert pinned[0].isdisjoint(pinned[1])
 
 
+@pytest.mark.part("engines")
 @pytest.mark.engines
 def test_ray_train(tmp_path: Path) -> None:
     results, text = _run([str(EXAMPLES / "ray_train.py"), str(tmp_path / "out")], tmp_path)
@@ -61,6 +62,7 @@ def test_ray_train(tmp_path: Path) -> None:
     assert "stoker: rank 1" not in text, "rank 0 speaks for all"
 
 
+@pytest.mark.part("engines")
 @pytest.mark.engines
 def test_spark_torch_distributor(tmp_path: Path) -> None:
     results, text = _run([str(EXAMPLES / "spark_torch_distributor.py"), str(tmp_path / "out")], tmp_path)
@@ -68,6 +70,7 @@ def test_spark_torch_distributor(tmp_path: Path) -> None:
     assert "stoker: rank 0 of 2, 0 of 2 on this machine" in text
 
 
+@pytest.mark.part("engines")
 @pytest.mark.engines
 def test_lightning_fabric(tmp_path: Path) -> None:
     results, _ = _run([str(EXAMPLES / "lightning_fabric_loop.py")], tmp_path)
@@ -84,6 +87,7 @@ print("result", train("out"), flush=True)
 """
 
 
+@pytest.mark.part("engines")
 def test_plain_torchrun(tmp_path: Path) -> None:
     """What TorchDistributor does on every node; torchrun's own OMP_NUM_THREADS=1 is no choice of the user's."""
     script = tmp_path / "script.py"

@@ -22,6 +22,7 @@ def second_program(folder: Path) -> list[str]:
     return [*HOSTILE, "a", ":", "-n", "1", "touch", str(folder / "started"), ":"]
 
 
+@pytest.mark.part("launch")
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", MPIS)
 def test_arguments_with_a_colon_start_no_second_program(name: str, tmp_path: Path) -> None:
@@ -35,6 +36,7 @@ def test_arguments_with_a_colon_start_no_second_program(name: str, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.part("launch")
 @pytest.mark.mpi
 def test_arguments_and_variables_are_not_visible_on_a_command_line(tmp_path: Path) -> None:
     """Every user of the machine may read command lines; the script looks at those of all processes that started it."""

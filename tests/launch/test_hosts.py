@@ -15,7 +15,7 @@ from live import HOSTILE, SCRIPTS, STOKER, environment, reports
 
 from rig import MPIS, Rig, mpi_environment
 
-pytestmark = [pytest.mark.root, pytest.mark.netns]
+pytestmark = [pytest.mark.part("hosts"), pytest.mark.root, pytest.mark.netns]
 mpi = pytest.mark.mpi
 RANK = str(SCRIPTS / "rank.py")
 LIGHT = ["launch", "--no-compat", "--oversubscribe"]

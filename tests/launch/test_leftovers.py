@@ -40,7 +40,10 @@ def start(tmp_path: Path, how: str, mark: str, launcher: str = "torchrun") -> su
 
 
 @TWO
-@pytest.mark.parametrize("launcher", ["torchrun", *(pytest.param(name, marks=pytest.mark.mpi) for name in MPIS)])
+@pytest.mark.parametrize(
+    "launcher",
+    ["torchrun", *(pytest.param(name, marks=[pytest.mark.part("launch"), pytest.mark.mpi]) for name in MPIS)],
+)
 def test_children_of_a_failed_rank_are_ended_and_its_directories_removed(launcher: str, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     process = start(tmp_path, "fail", mark, launcher)

@@ -201,7 +201,7 @@ def test_only_rank_0_shows_its_progress(tmp_path: Path) -> None:
     [
         ("1", "torchrun"),
         pytest.param("2", "torchrun", marks=TWO),
-        pytest.param("2", "impi", marks=[TWO, pytest.mark.mpi]),
+        pytest.param("2", "impi", marks=[TWO, pytest.mark.part("launch"), pytest.mark.mpi]),
     ],
 )
 def test_unwritable_output_does_not_end_a_script(processes: str, launcher: str, tmp_path: Path) -> None:

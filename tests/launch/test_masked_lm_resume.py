@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from live import SCRIPTS, launch
 
 
@@ -25,6 +26,7 @@ def run(folder: Path, kill_at: str = "") -> tuple[int, str]:
     return done.returncode, found[1] if found else done.stderr[-2000:]
 
 
+@pytest.mark.part("launch")
 def test_the_masks_of_an_unmodified_script_are_drawn_again(tmp_path: Path) -> None:
     code, undisturbed = run(tmp_path / "undisturbed")
     assert code == 0, undisturbed

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from live import SCRIPTS, STOKER, environment, launch, reports
 
+from parts import rest_in
 from rig import GUIDES_MPIRUN, Rig, mpi_environment
 from stoker.machine.network import free_port
 
@@ -67,6 +68,7 @@ def test_the_guides_yaml_for_one_process(tmp_path: Path) -> None:
 
 
 @TWO
+@pytest.mark.part("launch")
 def test_the_guides_yaml_for_many_machines_scaled_down(tmp_path: Path) -> None:
     """With the flags that today's accelerate refuses or ignores: --ipex, --mpirun_ccl, MULTI_CPU without mpirun."""
     path = tmp_path / "default_config.yaml"
@@ -86,7 +88,7 @@ def test_the_guides_yaml_for_many_machines_scaled_down(tmp_path: Path) -> None:
 
 
 @TWO
-@pytest.mark.parametrize("address", ["variables", "tcp"])
+@pytest.mark.parametrize("address", rest_in("launch", ["variables", "tcp"]))
 def test_a_script_for_the_oneccl_bindings_runs_with_its_children(address: str) -> None:
     """As under mpirun it reads PMI_RANK and PMI_SIZE and chooses a port; it imports the old packages in its children."""
     done = launch("-n", "2", str(SCRIPTS / "oneccl_script.py"), address, str(free_port()))
@@ -96,6 +98,7 @@ def test_a_script_for_the_oneccl_bindings_runs_with_its_children(address: str) -
 
 
 @TWO
+@pytest.mark.part("launch")
 @pytest.mark.mpi
 def test_mpirun_with_ddp_backend_ccl_is_one_training_and_not_two(tmp_path: Path) -> None:
     import subprocess
@@ -119,6 +122,7 @@ def rig() -> Iterator[Rig]:
         yield made
 
 
+@pytest.mark.part("launch")
 @pytest.mark.mpi
 @pytest.mark.netns
 @pytest.mark.root

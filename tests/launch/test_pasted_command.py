@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from live import HOSTILE, environment
 
+from parts import rest_in
 from rig import warm
 from stoker.hf.checkpointing import command
 from stoker.launch.options import Options
@@ -26,7 +27,7 @@ RETIRED = ["--no_cuda", "--use_ipex", "--overwrite_output_dir", "True"]
 SECRETS = ["--hub_token", "hf_of_an_option"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", rest_in("launch", [2, 1]))
 def test_the_printed_command_resumes_the_run(tmp_path: Path, processes: int) -> None:
     out = tmp_path / "Ada's $(touch pwned) out"
     launch = ["-n", str(processes), "--oversubscribe", "-genv", "MY_TOKEN=hf_of_a_variable", SCRIPT]

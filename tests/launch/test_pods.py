@@ -73,6 +73,7 @@ def check(found: dict[int, dict[str, object]], address: str) -> None:
     assert all(one["argv"] == HOSTILE for one in found.values())
 
 
+@pytest.mark.part("hosts")
 @pytest.mark.root
 @pytest.mark.netns
 def test_pods_of_a_trainjob_find_each_other_before_dns_knows_the_first(rig: Rig) -> None:
@@ -85,6 +86,7 @@ def test_pods_of_a_trainjob_find_each_other_before_dns_knows_the_first(rig: Rig)
     check(run_pods(rig, [words, words], variables, name="alpha.trial"), "alpha.trial")
 
 
+@pytest.mark.part("hosts")
 @pytest.mark.root
 @pytest.mark.netns
 def test_pods_of_a_pytorchjob_have_no_numbers(rig: Rig) -> None:
@@ -94,6 +96,7 @@ def test_pods_of_a_pytorchjob_have_no_numbers(rig: Rig) -> None:
     check(run_pods(rig, [words, words], [variables, variables]), "alpha")
 
 
+@pytest.mark.part("hosts")
 @pytest.mark.root
 @pytest.mark.netns
 def test_pods_of_a_job_are_numbered_by_their_index(rig: Rig) -> None:
@@ -102,6 +105,7 @@ def test_pods_of_a_job_are_numbered_by_their_index(rig: Rig) -> None:
     check(run_pods(rig, commands, [{}, {}]), "trial-0.trial")
 
 
+@pytest.mark.part("hosts")
 @pytest.mark.root
 @pytest.mark.netns
 @pytest.mark.mpi

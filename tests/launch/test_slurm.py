@@ -15,7 +15,7 @@ from rig.slurm import Cluster
 from stoker.cli.launch import parse
 from stoker.launch.launchers.emit import emit
 
-pytestmark = [pytest.mark.root, pytest.mark.netns, pytest.mark.slurm]
+pytestmark = [pytest.mark.part("engines"), pytest.mark.root, pytest.mark.netns, pytest.mark.slurm]
 RANK = str(SCRIPTS / "rank.py")
 LIGHT = ["--no-compat", "--no-prefix"]
 

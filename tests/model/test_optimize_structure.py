@@ -276,7 +276,6 @@ def test_parametrized_weights_are_respected() -> None:
         tiny.assert_same_gradients(tiny.gradients(model), gradients)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Bert", "unknown"])
 def test_torch_compile_runs_afterwards(family: str) -> None:
     if family == "unknown":

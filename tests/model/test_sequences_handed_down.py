@@ -135,7 +135,6 @@ def test_a_checkpoint_around_layers_recomputes_the_same_sequences(family: str, r
     assert _stock_calls(model) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", ["layer", "linear"])
 def test_compiled_parts_of_a_model_compute_what_stock_computes(part: str) -> None:
     stock, model = _pair("Bert")

@@ -21,6 +21,7 @@ def test_the_page_has_all_steps() -> None:
     assert "stoker-*.whl)[demo,onnx]" in steps["Install"]
 
 
+@pytest.mark.part("docs")
 @pytest.mark.browser
 def test_a_newcomer_trains_watches_and_exports_a_model_that_answers(tmp_path: Path) -> None:
     """Torch and the other requirements are borrowed from this environment; the wheel of Stoker is built and installed."""

@@ -18,6 +18,7 @@ OWN = 'cp key.pub "$HOME/.ssh/authorized_keys"'
 MOUNTED = f'mount -t tmpfs -o mode=1777 tmpfs "$HOME/.ssh" && {OWN} && mount -o remount,ro "$HOME/.ssh"'
 
 
+@pytest.mark.part("hosts")
 @pytest.mark.root
 @pytest.mark.netns
 @pytest.mark.parametrize("setup", [OWN, MOUNTED], ids=["own folder", "volume"])

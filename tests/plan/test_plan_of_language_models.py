@@ -144,6 +144,7 @@ def test_a_predicted_machine_is_planned_with_on_several_nodes(capsys: pytest.Cap
     assert found["nodes"][1]["tokens_per_second"] > 1.5 * found["nodes"][0]["tokens_per_second"]
 
 
+@pytest.mark.part("tasks")
 def test_a_language_model_in_a_folder_is_measured_with_adapters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

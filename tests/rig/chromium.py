@@ -7,13 +7,14 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from rig.needs import program
 
 __all__ = ["FLAGS", "Browser", "browser", "executable"]
 
@@ -30,7 +31,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 def executable() -> str:
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    return program("browser", "chromium")
 
 
 class Browser:

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rig import warm
+from rig.needs import program
 
 NAMES = ("alpha", "beta", "gamma", "delta")
-_SSHD = "/usr/sbin/sshd"
 _NUMBERS = itertools.count()
 
 
@@ -60,9 +60,9 @@ class Rig:
         for sshd in self._sshd.values():
             sshd.wait()
         for host in self.hosts:
-            subprocess.run(["ip", "netns", "del", self._namespace(host)], capture_output=True, check=False)
+            subprocess.run([_program("ip"), "netns", "del", self._namespace(host)], capture_output=True, check=False)
             shutil.rmtree(f"/etc/netns/{self._namespace(host)}", ignore_errors=True)
-        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
+        subprocess.run([_program("ip"), "link", "del", self._bridge], capture_output=True, check=False)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     # What tests do on hosts
@@ -73,7 +73,18 @@ class Rig:
     def command(self, host: str, words: Sequence[str]) -> list[str]:
         """A command line that runs `words` on a host; the working directory stays."""
         target = str(self._sshd[host].pid)
-        return ["nsenter", "-t", target, "--net", "--mount", "--uts", "--ipc", f"--wd={os.getcwd()}", "--", *words]
+        return [
+            _program("nsenter"),
+            "-t",
+            target,
+            "--net",
+            "--mount",
+            "--uts",
+            "--ipc",
+            f"--wd={os.getcwd()}",
+            "--",
+            *words,
+        ]
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """With an ssh that knows the rig's keys first on PATH."""
@@ -209,7 +220,7 @@ class Rig:
     def _make_keys(self) -> None:
         for name in ("key", "host_key"):
             subprocess.run(
-                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.directory / name)], check=True
+                [_program("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(self.directory / name)], check=True
             )
         host_key = (self.directory / "host_key.pub").read_text()
         (self.directory / "known_hosts").write_text(f"* {host_key}")
@@ -218,7 +229,7 @@ class Rig:
             "GlobalKnownHostsFile /dev/null\nStrictHostKeyChecking yes\nUpdateHostKeys no\nLogLevel ERROR\n"
         )
         ssh = self.directory / "ssh"
-        ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.directory}/ssh_config "$@"\n')
+        ssh.write_text(f'#!/bin/sh\nexec {_program("ssh")} -F {self.directory}/ssh_config "$@"\n')
         ssh.chmod(0o755)
 
     def _add(self, host: str, number: int) -> None:
@@ -242,10 +253,31 @@ class Rig:
             "KbdInteractiveAuthentication": "no", "PermitRootLogin": "prohibit-password", "PidFile": "none", "UsePAM": "no",
             "MaxStartups": "100", "PermitUserEnvironment": "no", "LogLevel": "ERROR",
         }  # fmt: skip
-        words = [_SSHD, "-D", "-e", "-f", "/dev/null", *(w for k, v in options.items() for w in ("-o", f"{k}={v}"))]
-        setup = f'hostname {host} && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+        words = [
+            _program("sshd"),
+            "-D",
+            "-e",
+            "-f",
+            "/dev/null",
+            *(w for k, v in options.items() for w in ("-o", f"{k}={v}")),
+        ]
+        setup = f'{_program("hostname")} {host} && {_program("mount")} -t tmpfs tmpfs /dev/shm && exec "$@"'
         self._sshd[host] = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, "unshare", "--uts", "--ipc", "--mount", "sh", "-c", setup, "sh", *words],
+            [
+                _program("ip"),
+                "netns",
+                "exec",
+                namespace,
+                _program("unshare"),
+                "--uts",
+                "--ipc",
+                "--mount",
+                "sh",
+                "-c",
+                setup,
+                "sh",
+                *words,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=open(self.directory / f"sshd.{host}", "wb"),  # noqa: SIM115
@@ -262,7 +294,10 @@ class Rig:
 
     def _in(self, host: str, *words: str) -> str:
         done = subprocess.run(
-            ["ip", "netns", "exec", self._namespace(host), *words], capture_output=True, text=True, check=False
+            [_program("ip"), "netns", "exec", self._namespace(host), _program(words[0]), *words[1:]],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode and words[0] != "ss":
             raise RuntimeError(f"{' '.join(words)} on {host}: {done.stderr.strip()}")
@@ -270,7 +305,7 @@ class Rig:
 
     def _pids(self, host: str) -> list[int]:
         done = subprocess.run(
-            ["ip", "netns", "pids", self._namespace(host)], capture_output=True, text=True, check=False
+            [_program("ip"), "netns", "pids", self._namespace(host)], capture_output=True, text=True, check=False
         )
         return [int(word) for word in done.stdout.split()]
 
@@ -289,8 +324,12 @@ class Rig:
         return found
 
 
+def _program(name: str) -> str:
+    return program("netns", name)
+
+
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run([_program("ip"), *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 

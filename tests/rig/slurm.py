@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,14 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rig.needs import program
 from rig.network import Rig
-
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
-_PLACES = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
-
-
-def is_installed() -> bool:
-    return all(shutil.which(name, path=_PLACES) for name in PROGRAMS)
 
 
 class Cluster:
@@ -72,7 +65,8 @@ class Cluster:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_", "MASTER_"))}
         here = os.path.dirname(sys.executable)
         config = {"SLURM_CONF": str(self.directory / "slurm.conf"), "XDG_CONFIG_HOME": "/nonexistent"}
-        return {**kept, **config, "PATH": os.pathsep.join((here, _PLACES))}
+        daemons = os.path.dirname(program("slurm", "slurmctld"))
+        return {**kept, **config, "PATH": os.pathsep.join((here, os.environ.get("PATH", ""), daemons))}
 
     def start_node(self, node: str) -> None:
         self._start(f"slurmd.{node}", node, ["slurmd", "-D", "-N", node])
@@ -118,9 +112,7 @@ class Cluster:
         return states[0]
 
     def _start(self, name: str, host: str | None, words: list[str]) -> None:
-        found = shutil.which(words[0], path=_PLACES)
-        assert found is not None
-        command = [found, *words[1:]]
+        command = [program("slurm", words[0]), *words[1:]]
         self._daemons[name] = subprocess.Popen(
             self.rig.command(host, command) if host else command, env=self.environment(), stdin=subprocess.DEVNULL,
             stdout=open(self.directory / f"{name}.out", "ab"), stderr=subprocess.STDOUT,  # noqa: SIM115

@@ -167,7 +167,7 @@ def _fork_instead(process: Any, settings: Sequence[Any], server: Any) -> bool:
 
 def _host_of(words: list[str]) -> tuple[int, list[str]]:
     """The process whose namespaces an nsenter command of rig.Rig enters, or 0; and the command that it runs there."""
-    if words[0] != "nsenter" or [word.partition("=")[0] for word in words[3:9]] != _NAMESPACES:
+    if os.path.basename(words[0]) != "nsenter" or [word.partition("=")[0] for word in words[3:9]] != _NAMESPACES:
         return 0, words
     return int(words[2]), words[9:]
 

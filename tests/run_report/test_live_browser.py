@@ -19,6 +19,7 @@ from stoker.run_report.log import RunLog
 POINTS = "(document.querySelector('#chart-loss path')?.getAttribute('d').match(/[ML]/g) ?? []).length"
 
 
+@pytest.mark.part("docs")
 @pytest.mark.browser
 def test_curves_grow_with_the_log_and_a_killed_run_is_shown_as_killed(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)

@@ -140,6 +140,7 @@ addEventListener("load", () => {
 </script>"""
 
 
+@pytest.mark.part("docs")
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
 @pytest.mark.parametrize("width", [390, 1200])

@@ -81,6 +81,7 @@ def test_the_options_of_a_trial_are_named_as_people_call_them() -> None:
     assert short_values(values) == "learning rate 3.2e-05, batch size 16, epochs 3, rank 8, weight decay 0.1"
 
 
+@pytest.mark.part("docs")
 @pytest.mark.browser
 def test_the_page_fits_every_screen_and_breaks_no_policy(tmp_path: Path) -> None:
     path = tmp_path / "report.html"

@@ -18,6 +18,7 @@ from stoker.tasks.demo.demo_run import _affordable
 from tasks.task_runs import STOPPED
 
 
+@pytest.mark.part("tasks")
 def test_the_demo_shows_before_and_after_three_answers_and_a_report(
     bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from parts import rest_in
+
 pytest.importorskip("sentence_transformers", reason="needs the extra embed")
 
 from stoker.cli import main
@@ -200,12 +202,18 @@ def test_mined_negatives_are_near_texts_of_the_corpus_that_are_not_answers(
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [
-        ("pairs", ["--mine_negatives", "1"]),
-        ("pairs", ["--loss", "CachedMultipleNegativesRankingLoss", "--mini_batch_size", "5", "--matryoshka_dims", "8"]),
-        ("pairs with scores", ["--eval_strategy", "steps", "--eval_steps", "2"]),
-        ("labelled texts", []),
-    ],
+    rest_in(
+        "kills",
+        [
+            ("pairs", ["--mine_negatives", "1"]),
+            (
+                "pairs",
+                ["--loss", "CachedMultipleNegativesRankingLoss", "--mini_batch_size", "5", "--matryoshka_dims", "8"],
+            ),
+            ("pairs with scores", ["--eval_strategy", "steps", "--eval_steps", "2"]),
+            ("labelled texts", []),
+        ],
+    ),
     ids=["mined", "cached", "scored", "labelled"],
 )
 def test_a_killed_run_resumes_to_bitwise_the_same_weights(
@@ -228,6 +236,7 @@ def test_a_killed_run_resumes_to_bitwise_the_same_weights(
     assert_resumes_exactly(lambda out: command(bert, files[kind], out, *usual), tmp_path, capsys)
 
 
+@pytest.mark.part("tasks")
 def test_two_processes_train_one_model_with_the_negatives_of_both(
     bert: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def answering(root: Path) -> Path:
     return exported(save("answer", root / "answer"), "--to", "onnx")
 
 
+@pytest.mark.part("tasks")
 def test_a_classifier_in_int8_is_scored_on_the_validation_data_and_added_to_the_report_once(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -275,6 +275,7 @@ def test_pairs_are_those_of_setfit(strategy: str, iterations: int | None, most: 
         assert len(expected) == count_pairs(classes, strategy, iterations)
 
 
+@pytest.mark.part("kills")
 def test_a_killed_run_resumes_to_bitwise_the_same_weights_and_classifier(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,6 @@ def watchers(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.slow
 def test_a_run_is_shown_from_its_start_until_it_is_killed(command: list[str], tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.write("start", title="an earlier run")
@@ -84,7 +83,7 @@ def test_a_run_is_shown_from_its_start_until_it_is_killed(command: list[str], tm
     assert watchers(tmp_path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.part("tasks")
 def test_of_several_ranks_only_the_first_serves(command: list[str], tmp_path: Path) -> None:
     process = warm.Popen(
         [sys.executable, "-m", "stoker", "launch", "-n", "2", "-m", "stoker", *command, "--output_dir", str(tmp_path),

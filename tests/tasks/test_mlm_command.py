@@ -67,6 +67,7 @@ def test_a_run_leaves_model_perplexity_card_and_report(
     assert "on 30 rows" in capsys.readouterr().err
 
 
+@pytest.mark.part("kills")
 def test_a_run_that_was_killed_ends_with_the_same_model(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

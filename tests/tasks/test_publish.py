@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from parts import rest_in
 from rig import warm
 from stoker.hf.secrets import HIDDEN
 from tasks.fake_hub import FakeHub, fake_hub
@@ -75,7 +76,7 @@ PARTS = {
 """What belongs to the model of a task beside what every model has."""
 
 
-@pytest.mark.parametrize("task", PARTS)
+@pytest.mark.parametrize("task", rest_in("tasks", PARTS))
 def test_model_card_and_report_reach_the_hub(hub: FakeHub, files: Path, tmp_path: Path, task: str) -> None:
     if PARTS[task]:
         pytest.importorskip("setfit" if task == "fewshot" else "sentence_transformers", reason="needs an extra")
@@ -93,6 +94,7 @@ def test_model_card_and_report_reach_the_hub(hub: FakeHub, files: Path, tmp_path
     assert not [name for name in pushed if name.startswith((".", "_", "checkpoint-"))]
 
 
+@pytest.mark.part("tasks")
 @pytest.mark.parametrize(
     ("options", "model"),
     [([], {"adapter_model.safetensors", "adapter_config.json"}), (["--full"], {"model.safetensors", "config.json"})],
@@ -114,6 +116,7 @@ def test_a_language_model_reaches_the_hub(
     assert not [name for name in pushed if name.startswith((".", "_", "checkpoint-"))]
 
 
+@pytest.mark.part("tasks")
 def test_the_token_is_neither_stored_nor_published(hub: FakeHub, files: Path, tmp_path: Path) -> None:
     saving = ["--save_strategy", "steps", "--save_steps", "1", "--hub_strategy", "every_save"]
     done = train(files, tmp_path / "out", hub.address, *saving)

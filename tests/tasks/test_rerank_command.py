@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from parts import rest_in
+
 pytest.importorskip("sentence_transformers", reason="needs the extra embed")
 
 from stoker.cli import main
@@ -126,7 +128,7 @@ def test_options_of_training_work_together(
     )
 
 
-@pytest.mark.parametrize("kind", ["pairs with scores", "pairs"], ids=["scores", "random negatives"])
+@pytest.mark.parametrize("kind", rest_in("kills", ["pairs", "pairs with scores"]), ids=["random negatives", "scores"])
 def test_a_killed_run_resumes_to_bitwise_the_same_weights(
     kind: str, bert: Path, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +136,7 @@ def test_a_killed_run_resumes_to_bitwise_the_same_weights(
     assert_resumes_exactly(lambda out: command(bert, files[kind], out, *usual), tmp_path, capsys)
 
 
+@pytest.mark.part("tasks")
 def test_two_processes_train_one_model(bert: Path, files: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     in_two_ranks(command(bert, files["triplets"], out, "--validation_file", str(files["triplets"]), "--samples", "1"))

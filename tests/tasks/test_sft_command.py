@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers
 
+from parts import rest_in
+
 pytest.importorskip("trl", reason="needs the extra sft")
 
 import stoker
@@ -238,7 +240,9 @@ def test_another_template_writes_the_rows_and_is_saved(llama: Path, chats: Path,
 
 @pytest.mark.parametrize(
     "more",
-    [["--lora_dropout", "0.2", "--frozen_weights", "nf4"], ["--full", "--packing", "--max_length", "96"]],
+    rest_in(
+        "kills", [["--lora_dropout", "0.2", "--frozen_weights", "nf4"], ["--full", "--packing", "--max_length", "96"]]
+    ),
     ids=["LoRA", "full"],
 )
 def test_an_interrupted_run_resumes_to_bitwise_the_same_weights(
@@ -295,8 +299,8 @@ def smollm2() -> Path:
     return next(Path(package.origin).parent.glob("*.gguf"))
 
 
+@pytest.mark.part("tasks")
 @pytest.mark.smollm2
-@pytest.mark.slow
 def test_a_gguf_file_loads_as_a_model_that_can_be_saved(smollm2: Path, tmp_path: Path) -> None:
     from stoker.tasks.sft.language_model import gguf_file, load_for_chat
 
@@ -427,6 +431,7 @@ def test_two_processes_train_one_adapter(llama: Path, chats: Path, tmp_path: Pat
     assert (out / "report.html").exists()
 
 
+@pytest.mark.part("tasks")
 @pytest.mark.parametrize("full", [[], ["--full"]], ids=["LoRA", "full"])
 def test_two_processes_train_on_preference_pairs_as_one_does(full: list[str], llama: Path, tmp_path: Path) -> None:
     data = write_pairs(tmp_path / "pairs.jsonl", 16)

@@ -378,6 +378,7 @@ def test_help_all_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
     assert {"--lr_scheduler_type", "--use_ipex", "--doc_stride", "--fsdp"} <= set(everything.replace(",", " ").split())
 
 
+@pytest.mark.part("tasks")
 def test_a_log_file_gets_plain_lines(bert: Path, squad: Path, tmp_path: Path) -> None:
     done = warm.run(
         [sys.executable, "-m", "stoker", *qa_command(bert, squad, tmp_path / "out", "--max_steps", "2")],

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from parts import rest_in
+
 pytest.importorskip("optuna", reason="needs the extra tune")
 
 import optuna
@@ -81,6 +83,7 @@ def repeat_best(out: Path, into: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.part("tasks")
 def test_the_best_of_all_combinations_is_found_and_its_recipe_repeats_it_exactly(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +115,7 @@ def test_the_best_of_all_combinations_is_found_and_its_recipe_repeats_it_exactly
     assert repeat_best(out, tmp_path / "again")["eval_loss"] == best.value
 
 
+@pytest.mark.part("kills")
 def test_a_killed_search_continues_without_losing_or_repeating_a_trial(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +171,7 @@ def test_a_killed_search_continues_without_losing_or_repeating_a_trial(
     assert not (out / "trial-002").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", rest_in("kills", [signal.SIGINT, signal.SIGTERM]))
 def test_ctrl_c_keeps_what_was_found_and_says_how_to_go_on(
     folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -189,6 +193,7 @@ def test_ctrl_c_keeps_what_was_found_and_says_how_to_go_on(
     assert [one.state.name for one in trials_in(out)] == ["COMPLETE", "FAIL", "COMPLETE"]
 
 
+@pytest.mark.part("tasks")
 def test_bad_trials_are_stopped_and_a_loss_that_is_not_finite_ends_only_its_trial(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,15 +240,18 @@ def test_batches_that_do_not_fit_are_not_trained(folder: Path, tmp_path: Path, m
 
 @pytest.mark.parametrize(
     ("task", "rows", "more", "metric"),
-    [
-        ("qa", "rows.json", "--max_seq_length 96 --doc_stride 16", "f1"),
-        ("ner", "rows.conll", "", "f1"),
-        ("mlm", "rows.txt", "--max_seq_length 48", "loss"),
-        ("sft", "chats.jsonl", "--samples 0 --search lora_r=2|4", "loss"),
-        ("embed", "pairs-pairs.jsonl", "--samples 0", "cosine_ndcg@10"),
-        ("rerank", "pairs-scores.jsonl", "--samples 0", "spearman"),
-        ("fewshot", "labelled-texts.jsonl", "--samples 0 --examples_per_class 2", "accuracy"),
-    ],
+    rest_in(
+        "tasks",
+        [
+            ("sft", "chats.jsonl", "--samples 0 --search lora_r=2|4", "loss"),
+            ("qa", "rows.json", "--max_seq_length 96 --doc_stride 16", "f1"),
+            ("ner", "rows.conll", "", "f1"),
+            ("mlm", "rows.txt", "--max_seq_length 48", "loss"),
+            ("embed", "pairs-pairs.jsonl", "--samples 0", "cosine_ndcg@10"),
+            ("rerank", "pairs-scores.jsonl", "--samples 0", "spearman"),
+            ("fewshot", "labelled-texts.jsonl", "--samples 0 --examples_per_class 2", "accuracy"),
+        ],
+    ),
 )
 def test_every_task_is_searched_by_its_main_score_and_the_recipe_repeats_it(
     folder: Path, tmp_path: Path, task: str, rows: str, more: str, metric: str
