@@ -29,6 +29,7 @@ from stoker.machine import Machine
 
 # Which part of `make test-all` a test belongs to is its marker `part`; a test without one is run by `make test`.
 EVERY_COMMIT = "every-commit"
+BARE = {"data", "root", "mounts"}  # needs that may be met on a machine on which nothing was installed for the tests
 # Files that take fewer seconds come last, in random order if the tests are shuffled. The others come first, the longest in front.
 SHORT = 3.0
 
@@ -76,15 +77,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -time if (time := taken[file_of(item)]) >= SHORT else 0.0)
     required = set(filter(None, os.environ.get("STOKER_REQUIRE", "").split(",")))
     for item in items:
-        for need in NEEDS:
-            if item.get_closest_marker(need) and need not in required and (reason := unmet(need)):
+        for need in needs_of(item):
+            if need not in required and (reason := unmet(need)):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def needs_of(item: pytest.Item) -> list[str]:
+    return [need for need in NEEDS if item.get_closest_marker(need)]
 
 
 def part_of(item: pytest.Item) -> str:
     marker = item.get_closest_marker("part")
     name = marker.args[0] if marker else EVERY_COMMIT
-    assert name == EVERY_COMMIT or name in PARTS, f"{item.nodeid}: tests/parts.py has no part {name!r}"
+    if name != EVERY_COMMIT and name not in PARTS:
+        raise pytest.UsageError(f"{item.nodeid}: tests/parts.py has no part {name!r}")
+    needs = BARE if name == EVERY_COMMIT else {*BARE, *PARTS[name].needs}
+    for need in needs_of(item):
+        if need not in needs:  # it would always be skipped
+            raise pytest.UsageError(f"{item.nodeid} needs {need}: a part of tests/parts.py that has it, not {name}")
     return str(name)
 
 

@@ -61,7 +61,7 @@ def compare_linear(rows, hidden, classes, dtype, reduction, bias=True, weights=t
         leaf(classes, dtype=weights, seed=2) if bias else None,
     ]
     if dtype == torch.bfloat16 and weights == torch.float32:
-        # As under autocast, a CPU with bf16 units rounds these weights; here they are exact in bf16, and rounding changes nothing.
+        # As under autocast, a CPU with bf16 units rounds these weights; they are exact in bf16, so rounding changes nothing.
         leaves[1] = leaves[1].detach().bfloat16().float().requires_grad_()
     check(
         lambda x, w, b: linear_cross_entropy(x, w, b, labels, reduction=reduction, **terms),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rig.mpis import MPIS, mpi_prefix
 
-__all__ = ["NEEDS", "Need", "find_data", "program", "unmet"]
+__all__ = ["NEEDS", "Need", "find_data", "places_of_programs", "program", "unmet"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")  # not on the PATH of an ordinary user
@@ -104,8 +104,13 @@ def program(need: str, name: str) -> str:
     return found
 
 
+def places_of_programs() -> list[str]:
+    """PATH, where administrators' programs are, and beside this Python."""
+    return [*os.environ.get("PATH", "").split(os.pathsep), *_SBIN, os.path.dirname(sys.executable)]
+
+
 def _find(entry: str) -> str | None:
-    places = os.pathsep.join((os.environ.get("PATH", ""), *_SBIN, os.path.dirname(sys.executable)))
+    places = os.pathsep.join(places_of_programs())
     return next(filter(None, (shutil.which(name, path=places) for name in entry.split("|"))), None)
 
 
