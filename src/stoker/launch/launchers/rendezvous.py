@@ -5,7 +5,8 @@ joins while there is room for it; the next round has the machines that are alive
 store twice a second. The first machine reads them (`stoker.launch.launchers.coordinator`) and publishes the round, which the
 others read.
 
-torch's own DynamicRendezvousHandler over c10d is not used, for four reasons, found with torch 2.13:
+torch's own DynamicRendezvousHandler over c10d is not used, for four reasons, each of which was seen with the handler of
+torch 2.13:
 
 - It does not end the round when a machine dies, so the other ranks wait for the time-out of a collective.
 - Its calls hang when the machine with the store loses power: time-outs and SIGTERM do not end them. Here only a thread uses
