@@ -76,11 +76,8 @@ def _other(token: tokenize.TokenInfo) -> str | None:
     if token.type in (tokenize.OP, tokenize.NAME) and token.string in SWAPS:
         # A starred argument, and the marks of positional and keyword arguments, are no products.
         before = token.line[: token.start[1]].rstrip()[-1:]
-        return (
-            None
-            if token.string in ("*", "/", "-", "+") and before in ("", "(", ",", "=", "[", "{", ":")
-            else SWAPS[token.string]
-        )
+        sign = token.string in ("*", "/", "-", "+") and before in ("", "(", ",", "=", "[", "{", ":")
+        return None if sign else SWAPS[token.string]
     return None
 
 
