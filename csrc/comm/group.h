@@ -67,7 +67,7 @@ class Group {
   std::uint32_t bell() { return own_block().bell.value.load(std::memory_order_seq_cst); }
   void ring() { ring(rank_); }  // ends a sleep of this rank
   bool sleep(std::uint32_t seen, double seconds);  // until the bell differs from `seen`; false: it did not within `seconds`
-  const char* gone(int rank);  // "has died", "has left the group", or null
+  const char* gone(int rank);  // "has died", "has left the group", "gave up: why", or null
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -107,6 +107,7 @@ class Group {
   std::vector<std::int64_t> names_;
   std::vector<std::uint64_t> verified_;  // per rank: up to which operation its signatures were compared
   std::vector<char> reserved_;  // per rank: whether the pipe to it has memory
+  std::string gave_up_;         // what gone() returns for the rank that failed first
   Trial trial_;
   bool streaming_ = false;
   int spin_;

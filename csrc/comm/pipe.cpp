@@ -22,7 +22,13 @@ void for_each_part(std::uint64_t position, std::uint64_t bytes, std::uint64_t ro
 }  // namespace
 
 std::int64_t Group::write(int to, const void* from, std::int64_t bytes) {
-  if (!reserved_[to]) segment_.reserve_pipe(rank_, to);
+  if (!reserved_[to]) {
+    try {
+      segment_.reserve_pipe(rank_, to);
+    } catch (const Error& error) {
+      give_up(error.code, error.what());  // else the receiver would wait until its time-out
+    }
+  }
   reserved_[to] = 1;
   Pipe& pipe = segment_.pipe(rank_, to);
   const std::uint64_t room = segment_.header().pipe_bytes - sizeof(Pipe);
@@ -75,6 +81,11 @@ bool Group::sleep(std::uint32_t seen, double seconds) {
 
 const char* Group::gone(int rank) {
   const RankBlock& block = segment_.block(rank);
+  const Header& header = segment_.header();
+  if (header.failed.load() == static_cast<std::uint32_t>(rank) + 1 && header.failure_written.load()) {
+    if (gave_up_.empty()) gave_up_ = std::string("gave up: ") + header.failure;
+    return gave_up_.c_str();
+  }
   if (block.state.load() == 2) return "has left the group";
   return has_died(block, own_block()) ? "has died" : nullptr;
 }

@@ -173,6 +173,11 @@ Segment Segment::attach(const std::string& address) {
     close(descriptor);
     throw Error(STOKER_COMM_SYSTEM, "the shared memory of the first rank is not a segment");
   }
+  // An announcement is only as trustworthy as the store that it came through: what another user can write must not be read.
+  if (status.st_uid != geteuid()) {
+    close(descriptor);
+    throw Error(STOKER_COMM_SYSTEM, "the shared memory of the first rank belongs to another user");
+  }
   try {
     segment.map(descriptor, static_cast<std::size_t>(status.st_size));
   } catch (...) {
@@ -233,8 +238,15 @@ Pipe& Segment::pipe(int from, int to) const {
 void Segment::reserve_pipe(int from, int to) {
 #if defined(MADV_POPULATE_WRITE)
   // Kernels before 5.14 answer EINVAL: then the memory is taken when it is written.
-  if (madvise(&pipe(from, to), header().pipe_bytes, MADV_POPULATE_WRITE) && errno != EINVAL)
-    fail("cannot reserve " + std::to_string(header().pipe_bytes >> 10) + " KB of shared memory for messages", errno);
+  if (!madvise(&pipe(from, to), header().pipe_bytes, MADV_POPULATE_WRITE) || errno == EINVAL) return;
+  const int error = errno;
+  const std::string what = "cannot reserve " + std::to_string(header().pipe_bytes >> 10) + " KB of shared memory for messages";
+  // EFAULT: where a write would be a SIGBUS, because the file system has no room for the page.
+  if (error == EFAULT && address_.compare(0, 4, "shm:") == 0)
+    throw Error(STOKER_COMM_SYSTEM, what + ": /dev/shm is full; enlarge it, or unset STOKER_CCL_SHM");
+  fail(what, error == EFAULT ? ENOMEM : error);
+#else
+  (void)from, (void)to;
 #endif
 }
 

@@ -37,7 +37,7 @@ def errors_of_all_ranks(names: tuple[int, ...], prepare: Callable[[int], None]) 
 
 def test_different_versions_are_named_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     own = threading.local()
-    monkeypatch.setattr(connections, "_version", lambda: own.version)
+    monkeypatch.setattr(connections, "own_version", lambda: own.version)
     versions = ["stoker 1, torch 2.13.0", "stoker 1, torch 2.13.0", "stoker 1, torch 2.6.0"]
     errors = errors_of_all_ranks((4, 5, 6), lambda rank: setattr(own, "version", versions[rank]))
     expected = (

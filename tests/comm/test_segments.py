@@ -82,6 +82,30 @@ def test_a_segment_of_another_job_is_refused() -> None:
         lib.stoker_comm_destroy(handle)
 
 
+@pytest.mark.root
+@pytest.mark.parametrize("named", [0, 1])
+def test_a_segment_of_another_user_is_refused(named: int) -> None:
+    """Even by root, who could open it: whoever announces one may be no rank of the job."""
+    lib = native.library()
+    (announced, announcing), (waiting, end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        handle = create(named)
+        os.write(announcing, lib.stoker_comm_address(handle))
+        os.read(waiting, 1)
+        lib.stoker_comm_destroy(handle)
+        os._exit(0)
+    try:
+        assert not lib.stoker_comm_attach(os.read(announced, 200), 1)
+        assert b"belongs to another user" in lib.stoker_comm_opening_error()
+    finally:
+        os.write(end, b"x")
+        os.waitpid(child, 0)
+        for descriptor in (announced, announcing, waiting, end):
+            os.close(descriptor)
+
+
 def test_a_rank_cannot_attach_twice() -> None:
     lib = native.library()
     handle = create(0)
@@ -219,3 +243,35 @@ def test_a_full_dev_shm_does_not_stop_a_job(kind: str) -> None:
     )  # fmt: skip
     assert "sum [1.0, 1.0, 1.0]" in result.stdout, result.stderr
     assert ("No space left" in result.stderr) == (kind == "named"), result.stderr
+
+
+@pytest.mark.root
+@pytest.mark.mounts
+def test_messages_end_on_all_ranks_if_dev_shm_is_full(tmp_path: Path) -> None:
+    """/dev/shm has room for the collectives of the group, but not for the first message."""
+    program = textwrap.dedent(f"""
+        import os, torch, torch.distributed as dist
+        from datetime import timedelta
+        from stoker.comm.registration import register
+        register()
+        rank = int(os.fork() == 0)
+        dist.init_process_group("ccl", init_method="file://{tmp_path}/store", rank=rank, world_size=2, timeout=timedelta(hours=1))
+        try:
+            dist.recv(torch.ones(3), 0) if rank else dist.send(torch.ones(3), 1)
+        except RuntimeError as error:
+            print(f"rank {{rank}}: {{error}}", flush=True)
+        if rank == 0:
+            os.wait()
+    """)
+    room = "4200k"  # 4,104 KB for two ranks' collectives
+    script = f"mount -t tmpfs -o size={room} tmpfs /dev/shm && exec {sys.executable} -"
+    result = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script],
+        input=program, env={**os.environ, "STOKER_CCL_SHM": "named", "STOKER_CCL_BACKEND": "compiled"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    why = "cannot reserve 256 KB of shared memory for messages: /dev/shm is full; enlarge it, or unset STOKER_CCL_SHM"
+    assert sorted(result.stdout.splitlines()) == [
+        f"rank 0: ccl: {why}",
+        f"rank 1: ccl: rank 0 gave up: {why}; rank 1 was waiting for a message from rank 0 with tag 0",
+    ], result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_slurm_ranks_agree_on_address_and_port_without_asking() -> None:
         if (rank := discover(variables)) is not None
     }
     assert len(found) == 1
-    address, port = found.pop()
+    address, port, _ = found.pop()
     assert address == "node07"
     assert 15000 <= port < 25000
 
@@ -97,7 +98,7 @@ def test_slurm_ranks_agree_on_address_and_port_without_asking() -> None:
 def test_master_addr_and_port_set_by_the_user_are_used() -> None:
     rank = discover(SLURM)
     assert rank is not None
-    assert agree(rank, {**SLURM, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "123"}) == ("10.0.0.9", 123)
+    assert agree(rank, {**SLURM, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "123"})[:2] == ("10.0.0.9", 123)
 
 
 def test_a_launcher_without_a_store_asks_for_master_addr() -> None:
@@ -106,11 +107,11 @@ def test_a_launcher_without_a_store_asks_for_master_addr() -> None:
     assert rank is not None
     with pytest.raises(UserError, match="set MASTER_ADDR"):
         agree(rank, variables)
-    assert agree(rank, {**variables, "MASTER_ADDR": "h"}) == ("h", 29500)
+    assert agree(rank, {**variables, "MASTER_ADDR": "h"})[:2] == ("h", 29500)
 
 
 def test_a_missing_rank_is_reported_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_PATIENCE", 0.05)
+    monkeypatch.setattr(exchange, "PATIENCE", 0.05)
     ours, mpirun = socket.socketpair()
     with ours, mpirun:
         mpirun.sendall(b"cmd=response_to_init rc=0\ncmd=my_kvsname kvsname=job\n")
@@ -118,3 +119,37 @@ def test_a_missing_rank_is_reported_by_the_others(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(UserError, match="one of them has not reached this point"):
             conversation.share(1, "")
         conversation.finish()
+
+
+def test_ranks_of_hydra_share_a_secret_with_the_address() -> None:
+    """The launcher's own store, which others cannot reach, is how they get it."""
+    ours, mpirun = socket.socketpair()
+    values: list[str] = []
+
+    def answer() -> None:
+        with mpirun.makefile("rw", buffering=1) as stream:
+            for line in stream:
+                command = dict(word.partition("=")[::2] for word in line.split())
+                if command["cmd"] == "put":
+                    values.append(command["value"])
+                stream.write(f"cmd=answer kvsname=job value={values[0] if values else ''}\n")
+
+    threading.Thread(target=answer, daemon=True).start()
+    hydra = {
+        "PMI_RANK": "0",
+        "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": "0",
+        "MPI_LOCALNRANKS": "2",
+        "PMI_FD": str(ours.fileno()),
+    }
+    first, other = discover(hydra), discover({**hydra, "PMI_RANK": "1", "MPI_LOCALRANKID": "1"})
+    assert first is not None
+    assert other is not None
+    found = [agree(rank, hydra) for rank in (first, other)]
+    assert found[0] == found[1]
+    assert found[0].address == "127.0.0.1"
+    assert len(found[0].secret) == 32
+    values.clear()
+    given = {**hydra, "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    assert agree(first, given) == agree(other, given)
+    ours.close()

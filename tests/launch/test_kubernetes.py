@@ -66,7 +66,7 @@ MODELS = {
 }
 VERSIONS = {
     "TrainJob": "trainer.kubeflow.org/v1alpha1", "ClusterTrainingRuntime": "trainer.kubeflow.org/v1alpha1", "Job": "batch/v1",
-    "Service": "v1", "PyTorchJob": "kubeflow.org/v1", "MPIJob": "kubeflow.org/v2beta1",
+    "Service": "v1", "Secret": "v1", "PyTorchJob": "kubeflow.org/v1", "MPIJob": "kubeflow.org/v2beta1",
 }  # fmt: skip
 
 
@@ -80,6 +80,9 @@ def validate(document: dict[str, Any]) -> None:
     kind = document["kind"]
     assert document["apiVersion"] == VERSIONS[kind]
     assert re.fullmatch(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", document["metadata"]["name"])
+    if kind == "Secret":
+        assert re.fullmatch(r"[0-9a-f]{32}", document["stringData"]["job"])
+        return
     if kind in MODELS:
         validate_by(MODELS[kind], document)
         return
@@ -111,7 +114,7 @@ def replicas(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
-    spec = document["spec"]
+    spec = document.get("spec", {})
     if document["kind"] in ("PyTorchJob", "MPIJob"):
         return [replica["template"]["spec"] for replica in replicas(document).values()]
     if document["kind"] == "ClusterTrainingRuntime":
@@ -138,11 +141,25 @@ def test_manifests_are_valid_by_the_published_schemas(kind: str, machines: str, 
     found = manifests(kind, "--num_machines", machines, "-ppn", "2", *more, "2 Train_QA.py", *HOSTILE)
     for document in found:
         validate(document)
+    several = machines != "1"
     expected = {
-        "kubernetes": ["Service", "Job"] if machines != "1" else ["Job"], "trainjob": ["ClusterTrainingRuntime", "TrainJob"],
+        "kubernetes": ["Service", "Job"] if several else ["Job"], "trainjob": ["ClusterTrainingRuntime", "TrainJob"],
         "pytorchjob": ["PyTorchJob"], "mpijob": ["MPIJob"],
     }  # fmt: skip
-    assert [document["kind"] for document in found] == expected[kind]
+    secret = ["Secret"] if several and kind != "mpijob" else []
+    assert [document["kind"] for document in found] == secret + expected[kind]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mpijob"])
+def test_pods_of_a_job_get_a_secret_of_their_own(kind: str) -> None:
+    found = []
+    for _ in range(2):
+        secret, *_, job = manifests(kind, "--num_machines", "2", "s.py")
+        main = job["spec"]["trainer"] if kind == "trainjob" else pods(job)[0]["containers"][0]
+        variable = next(one for one in main["env"] if one["name"] == "STOKER_SECRET")
+        assert variable["valueFrom"] == {"secretKeyRef": {"name": secret["metadata"]["name"], "key": "job"}}
+        found.append(secret["stringData"]["job"])
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

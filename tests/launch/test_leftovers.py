@@ -118,7 +118,7 @@ def test_processes_of_an_abandoned_launch_are_ended_with_its_directory(
     )
     assert process.stdout is not None
     process.stdout.readline()
-    monkeypatch.setattr(leftovers.end, "__defaults__", (0.1,))
+    monkeypatch.setattr(leftovers, "GRACE", 0.1)
     leftovers.remove_abandoned()
     assert process.wait(timeout=30) == -signal.SIGKILL
     assert not abandoned.exists()

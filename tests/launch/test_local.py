@@ -157,14 +157,14 @@ def test_a_failure_can_be_followed_by_a_restart() -> None:
 
 @TWO
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_ending_the_launch_ends_everything_and_only_loopback_was_open(number: int, code: int) -> None:
+def test_ending_the_launch_ends_everything_and_no_port_was_open(number: int, code: int) -> None:
     mark = uuid.uuid4().hex
     words = [*STOKER, "launch", "-n", "2", "--no-compat", RANK, "hang", mark]
     process = warm.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(2)]
     port = int(reports(lines[0] + lines[1])[0]["MASTER_PORT"])
-    assert listeners(port) == {"0100007F"}
+    assert listeners(port) == set()
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == code
@@ -246,6 +246,42 @@ def test_a_port_in_use_is_reported() -> None:
         done.stderr
         == f"stoker: port {port} on 127.0.0.1 is in use by another program; choose another with --main_process_port\n"
     )
+
+
+@pytest.mark.parametrize("words", [[], ["-n", "2"]])
+def test_a_token_of_the_script_is_on_no_command_line_of_a_rank(words: list[str]) -> None:
+    done = launch(*words, "--no-compat", "--oversubscribe", RANK, "--token", "x1y2z3", "--hub_token=x1y2z3", "rest")
+    assert done.returncode == 0, done.stderr
+    found = reports(done.stdout)
+    assert len(found) == max(len(words), 1)
+    for report in found.values():
+        assert report["argv"] == ["--token", "x1y2z3", "--hub_token=x1y2z3", "rest"]
+        assert "x1y2z3" not in report["cmdline"]  # any user may read it
+        assert RANK in report["cmdline"]
+
+
+def test_what_a_dry_run_shows_has_no_token() -> None:
+    for words in ([], ["-n", "2"]):
+        done = launch("--dry-run", *words, "--oversubscribe", RANK, "--token", "x1y2z3", "rest")
+        assert done.returncode == 0, done.stderr
+        assert "x1y2z3" not in done.stdout
+        assert "--token hidden rest" in done.stdout
+
+
+def test_more_ranks_than_cores_run_if_mpirun_has_started_them() -> None:
+    cores = len(os.sched_getaffinity(0))
+    size = str(4 * cores)
+    common = {"PMI_SIZE": size, "MPI_LOCALNRANKS": size, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": str(cores)}
+    warnings = {}
+    for rank in ("0", "3"):
+        own = {**common, "PMI_RANK": rank, "MPI_LOCALRANKID": rank}
+        done = launch("--no-compat", RANK, env=own)
+        assert done.returncode == 0, done.stderr
+        assert reports(done.stdout)[int(rank)]["OMP_NUM_THREADS"] == "1"
+        warnings[rank] = done.stderr.splitlines()
+    assert warnings["3"] == []
+    assert len(warnings["0"]) == 1
+    assert f"{size} processes share this machine's cores" in warnings["0"][0]
 
 
 def test_more_processes_than_cores_are_refused_in_one_line() -> None:

@@ -46,6 +46,12 @@ def test_the_progress_bar_of_rank_0_is_shown_unchanged() -> None:
     assert b"[0]  50%" not in shown
 
 
+def test_advice_about_a_default_is_not_repeated_by_every_rank() -> None:
+    advice = b"[rank1]:[W1118 reducer.cpp:1457] Warning: find_unused_parameters=True was specified in DDP constructor, but did"
+    advice += b" not find any unused parameters in the forward pass. (function operator())\n"
+    assert Lines(b"[1] ", progress=False).feed(b"before\n" + advice + b"after\n") == b"[1] before\n[1] after\n"
+
+
 def test_windows_line_endings_are_recognised() -> None:
     assert Lines(b"[1] ", progress=False).feed(b"a\r\nb\n") == b"[1] a\n[1] b\n"
 

@@ -29,7 +29,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty home below a sticky directory, as /tmp is."""
     monkeypatch.delenv("STOKER_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(cache_directory, "_warned", set())
+    monkeypatch.setattr(cache_directory, "warned", set())
     with tempfile.TemporaryDirectory(prefix="stoker-trust-", dir="/tmp") as made:
         monkeypatch.setenv("HOME", made)
         yield Path(made)
@@ -91,7 +91,7 @@ def test_the_default_directory_is_made_private(folder: Path) -> None:
 def test_nothing_is_read_from_a_directory_that_others_may_write(
     folder: Path, mode: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_directory, "_group_of_one", lambda gid: False)
+    monkeypatch.setattr(cache_directory, "group_of_one", lambda gid: False)
     folder.chmod(mode)
     with caplog.at_level(logging.WARNING, "stoker"):
         assert _is_read(folder) == (False, False, False)
@@ -114,12 +114,12 @@ def test_nothing_is_read_below_a_directory_where_others_could_replace_the_cache(
 
 
 def test_a_private_group_counts_as_the_user(folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_directory, "_group_of_one", lambda gid: True)
+    monkeypatch.setattr(cache_directory, "group_of_one", lambda gid: True)
     for path in (home, folder, folder / "rates.json"):
         path.chmod(0o770)
     assert _is_read(folder) == (True, True, True)
     # an access control list lets others write, and shows as the group's bit only
-    monkeypatch.setattr(cache_directory, "_attributes", lambda path: ["system.posix_acl_access"])
+    monkeypatch.setattr(cache_directory, "extended_attributes", lambda path: ["system.posix_acl_access"])
     assert _is_read(folder) == (False, False, False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,14 @@ RATES: Any = SimpleNamespace(threads=2, fp32_all=170.0, bandwidth_all=27.0)
 def test_sizes_are_those_of_the_published_models(name: str) -> None:
     assert usual_task(name) == "sft"
     assert sum(one.numel() for one in Subject(name, "sft").build("meta").parameters()) == PARAMETERS[name]
+
+
+def test_a_plan_with_adapters_prints_no_warning_of_a_library(tmp_path: Path) -> None:
+    subject = Subject(str(save_tiny_llama(tmp_path / "llama")), "sft", 8, lora_r=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        subject.build()
+    assert [str(one.message) for one in found if issubclass(one.category, FutureWarning)] == []
 
 
 def test_only_adapters_are_trained_and_exchanged_with_lora() -> None:

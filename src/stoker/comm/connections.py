@@ -7,6 +7,7 @@ the group. The collectives themselves are in torch_backend/backend.cpp.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from stoker import __version__
+from stoker.comm.gloo_exit import wait_at_exit
 from stoker.comm.host_groups import exchange, group_by_host, host_identity, own_address
 from stoker.comm.leader_transport import OneCCL, open_oneccl
 from stoker.comm.missing_ranks import MissingRanks
@@ -71,7 +73,7 @@ def agree(store: dist.Store, rank: int, names: Sequence[int], problem: str, segm
         host_identity(),
         environment_choice("STOKER_CCL_ENGINE"),
         environment_choice("STOKER_CCL_SHM"),
-        _version(),
+        own_version(),
         problem,
         segment,
     )
@@ -92,7 +94,7 @@ def agree(store: dist.Store, rank: int, names: Sequence[int], problem: str, segm
     return members
 
 
-def _version() -> str:
+def own_version() -> str:
     return f"stoker {__version__}, torch {torch.__version__.split('+')[0]}"
 
 
@@ -142,30 +144,41 @@ def open_connections(
             reason = f"the ranks of a host cannot share memory ({error})"
     if handle and len(hosts) == 1:
         return Connections(hosts, local_ranks, handle)
-    if len(hosts) > 1 and "no" in exchange(store, "shared memory", rank, size, "yes" if handle else "no") and handle:
-        native.library().stoker_comm_destroy(handle)
-        handle, reason = 0, "the ranks of another host cannot share memory"
-    if not handle and rank == 0:
-        log(f"gloo carries everything because {reason}")
+    # A rank that fails from here on leaves the shared memory: the other ranks of its host would wait for it there.
+    with contextlib.ExitStack() as undo:
+        if handle:
+            undo.callback(native.library().stoker_comm_destroy, handle)
+        if (
+            len(hosts) > 1
+            and "no" in exchange(store, "shared memory", rank, size, "yes" if handle else "no")
+            and handle
+        ):
+            undo.close()
+            handle, reason = 0, "the ranks of another host cannot share memory"
+        if not handle and rank == 0:
+            log(f"gloo carries everything because {reason}")
 
-    address = own_address(store, rank, size)
-    leaders, oneccl, problem = None, None, ""
-    if handle and rank == local_ranks[0]:
-        place = [ranks[0] for ranks in hosts].index(rank)
-        leaders = gloo_group(dist.PrefixStore("leaders", store), place, len(hosts), timeout, address)
-        if engine in {"auto", "oneccl"}:
-            oneccl, problem = open_oneccl(
-                dist.PrefixStore("oneccl", store), place, sorted({member.host for member in members}), leaders, address,
-                timeout, measure=engine == "auto",
-            )  # fmt: skip
-    if engine == "oneccl":
-        _require_oneccl(exchange(store, "oneccl required", rank, size, problem))
-    if handle and rank == 0:
-        transport = oneccl.describe() if oneccl else f"gloo between the leaders{f' ({problem})' if problem else ''}"
-        log(f"{size} ranks on {len(hosts)} hosts: shared memory within a host, {transport}")
-    flat = gloo_group(dist.PrefixStore("flat", store), rank, size, timeout, address)
-    missing = MissingRanks(dist.PrefixStore("missing ranks", store), rank, names, [one.host_name for one in members])
-    return Connections(hosts, local_ranks, handle, leaders, oneccl, flat, missing)
+        address = own_address(store, rank, size)
+        leaders, oneccl, problem = None, None, ""
+        if handle and rank == local_ranks[0]:
+            place = [ranks[0] for ranks in hosts].index(rank)
+            leaders = gloo_group(dist.PrefixStore("leaders", store), place, len(hosts), timeout, address)
+            if engine in {"auto", "oneccl"}:
+                oneccl, problem = open_oneccl(
+                    dist.PrefixStore("oneccl", store), place, sorted({member.host for member in members}), leaders, address,
+                    timeout, measure=engine == "auto",
+                )  # fmt: skip
+        if engine == "oneccl":
+            _require_oneccl(exchange(store, "oneccl required", rank, size, problem))
+        if handle and rank == 0:
+            transport = oneccl.describe() if oneccl else f"gloo between the leaders{f' ({problem})' if problem else ''}"
+            log(f"{size} ranks on {len(hosts)} hosts: shared memory within a host, {transport}")
+        flat = gloo_group(dist.PrefixStore("flat", store), rank, size, timeout, address)
+        missing = MissingRanks(
+            dist.PrefixStore("missing ranks", store), rank, names, [one.host_name for one in members]
+        )
+        undo.pop_all()
+        return Connections(hosts, local_ranks, handle, leaders, oneccl, flat, missing)
 
 
 def _require_oneccl(problems: list[str]) -> None:
@@ -176,6 +189,7 @@ def _require_oneccl(problems: list[str]) -> None:
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
     """A gloo backend that listens on `address`; GLOO_SOCKET_IFNAME takes precedence, as everywhere in torch."""
+    wait_at_exit()
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout

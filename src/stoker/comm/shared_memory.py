@@ -99,7 +99,7 @@ def _attach_all(store: Any, rank: int, names: Sequence[int], named: bool, addres
         raise SharedMemoryUnavailable(reason)
     try:
         _await_all(store, int(handle), names)
-    except RuntimeError:
+    except BaseException:
         lib.stoker_comm_destroy(handle)
         raise
     lib.stoker_comm_seal(handle)

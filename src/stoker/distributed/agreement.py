@@ -7,11 +7,12 @@ process that replaces a lost rank until it has joined the others: it agrees with
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from stoker.distributed import messages
 from stoker.distributed.lost_rank import is_joining
 
 __all__ = [
@@ -45,21 +46,18 @@ def largest(number: int) -> int:
 
 
 def from_first_rank(value: Value) -> Value:
-    """The `value` of rank 0; it must be picklable."""
+    """The `value` of rank 0, of a type that `messages.encode` takes."""
     if not several_ranks() or is_joining():
         return value
-    values: list[Value] = [value]
-    dist.broadcast_object_list(values, 0)
-    return values[0]
+    found: Value = messages.broadcast(value, 0)
+    return found
 
 
 def from_all_ranks(value: Value) -> list[Value]:
-    """The `value` of each rank, by rank; it must be picklable."""
+    """The `value` of each rank, by rank, of a type that `messages.encode` takes."""
     if not several_ranks() or is_joining():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return messages.all_gather(value)
 
 
 def barrier() -> None:

@@ -12,12 +12,12 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stoker.comm.host_groups import group_by_host, host_identity
+from stoker.distributed import messages
 from stoker.errors import UserError
 from stoker.hf import ddp_backend
 from stoker.hf.compat import install
@@ -101,8 +101,7 @@ def _placed(rank: Rank) -> Rank:
         return rank
     own, size = dist.get_rank(), dist.get_world_size()
     mask = tuple(sorted(os.sched_getaffinity(0)))
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, (host_identity(), mask))
+    everyone = messages.all_gather((host_identity(), mask))
     here = next(ranks for ranks in group_by_host([host for host, _ in everyone]) if own in ranks)
     placed = replace(rank, rank=own, size=size, local_rank=here.index(own), local_size=len(here))
     others = [everyone[other][1] for other in here if other != own]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from stoker.english import counted
 from stoker.errors import UserError
-from stoker.hf.secrets import HIDDEN, is_secret
+from stoker.hf.secrets import HIDDEN, is_secret, without_secrets
 from stoker.launch.options import Options
 from stoker.launch.placement import binding
 from stoker.launch.placement.divide_cores import Placement
@@ -135,8 +135,9 @@ def show(plan: Plan, options: Options, command: Sequence[str]) -> str:
         given = {name: HIDDEN if is_secret(name) else value for name, value in plan.settings.genv}
         variables = {**_variables(plan, planned), **given}
         lines.append("  environment  " + " ".join(f"{key}={shlex.quote(value)}" for key, value in variables.items()))
-    if plan.mpirun is not None or plan.launcher == "slurm" or plan.settings.genv:
-        lines.append("handed over by the environment: " + shlex.join([options.script, *options.arguments]))
+    if handover.FLAG in command:
+        arguments = without_secrets(options.arguments)
+        lines.append("handed over by the environment: " + shlex.join([options.script, *arguments]))
     return "\n".join([*lines, "command: " + shlex.join(command)])
 
 

@@ -20,19 +20,25 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from stoker import streams
+from stoker.comm import gloo_exit
+from stoker.distributed import job_store
 from stoker.distributed.lost_rank import is_joining
+from stoker.english import counted
 from stoker.errors import UserError
 from stoker.hf.checkpointing import command
+from stoker.launch.launchers.job_secret import job_secret
 from stoker.launch.placement import binding, slurm_cores
+from stoker.launch.placement.divide_cores import Oversubscribed
 from stoker.launch.rank import allocators, exchange, handover, hints, keeper, output, own_address
 from stoker.launch.rank.environment import Rank, discover
 from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
+from stoker.numbers import whole_number
 
 if TYPE_CHECKING:
     from stoker.hf.compat import Layer
@@ -181,10 +187,11 @@ def _set_rank_variables(settings: Settings, rank: Rank | None) -> None:
         os.environ.update(MPI_LOCALRANKID=str(rank.local_rank), MPI_LOCALNRANKS=str(rank.local_size))
     if rank.exchange == "given":  # torchrun has set everything
         own_address.serve_own_addresses()
+        _use_store_of_agent(settings)
         return
-    address, port = settings.master or exchange.agree(rank, os.environ)
-    if settings.master and rank.exchange == "pmi":
-        exchange.agree(rank, {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": str(port)})
+    chosen = {"MASTER_ADDR": settings.master[0], "MASTER_PORT": str(settings.master[1])} if settings.master else {}
+    address, port, secret = exchange.agree(rank, {**os.environ, **chosen})
+    job_store.use(job_store.JobStore(address, port, secret=settings.secret or secret or _own_secret(rank)))
     os.environ.update(
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
@@ -193,6 +200,27 @@ def _set_rank_variables(settings: Settings, rank: Rank | None) -> None:
         LOCAL_RANK=str(rank.local_rank),
         LOCAL_WORLD_SIZE=str(rank.local_size),
     )
+
+
+def _own_secret(rank: Rank) -> str:
+    """A secret that no launcher has shared; empty if other ranks may not have it."""
+    found = os.environ.get(job_store.SECRET, "")
+    if not found and rank.exchange == "names" and 1 < rank.size == rank.local_size:
+        with contextlib.suppress(
+            UserError
+        ):  # ranks of one node have one home directory; without any, none has the file
+            found = job_secret()
+    return found
+
+
+def _use_store_of_agent(settings: Settings) -> None:
+    """The store that the agent of `stoker launch` serves. torchrun's own agent has told the ranks all there is to know."""
+    port = whole_number(os.environ.get("MASTER_PORT", ""))
+    if not settings.report or port is None:
+        return
+    path = job_store.store_path(Path(settings.report), port)
+    local = path if path.exists() else None
+    job_store.use(job_store.JobStore(os.environ.get("MASTER_ADDR", ""), port, local, settings.secret))
 
 
 def _attach_output(settings: Settings, rank: Rank | None, launcher: int) -> int:
@@ -234,11 +262,21 @@ def _bind(settings: Settings, rank: Rank | None) -> None:
     machine = Machine.read()
     if rank is not None and rank.launcher == "Slurm":
         settings, local_rank, local_size = slurm_cores.task_share(settings, rank, machine, os.environ)
-    placement, note = binding.choose(settings, machine, local_rank, local_size, os.environ)
+    notes = []
+    try:
+        placement, note = binding.choose(settings, machine, local_rank, local_size, os.environ)
+    except Oversubscribed as error:
+        if settings.outer_launcher is None:
+            raise
+        # Whoever started the processes has decided how many there are.
+        notes.append(f"{counted(local_size, 'process')} share this machine's cores, and will be slow: {error.shortage}")
+        settings = replace(settings, oversubscribe=True)
+        given = {**os.environ, "OMP_NUM_THREADS": ""}  # it was for more cores
+        placement, note = binding.choose(settings, machine, local_rank, local_size, given)
     if placement is None:
         return
     os.environ.update(binding.thread_variables(placement))
-    notes = [note] * bool(note) + binding.bind(placement)
+    notes += [*filter(None, [note]), *binding.bind(placement)]
     if rank is None or rank.rank == 0:
         for line in notes:
             print(f"stoker: {line}", file=sys.stderr)
@@ -253,6 +291,7 @@ def _widen_to_parent() -> None:
 
 def _run(process: _RankProcess, script: str, rest: list[str], layer: Layer | None) -> NoReturn:
     sys.argv = [script, *rest]
+    gloo_exit.wait_at_exit()
     is_module, code = process.settings.module, 0
     text: str | None = None
     try:

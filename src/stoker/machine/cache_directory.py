@@ -29,7 +29,7 @@ __all__ = [
 
 log = logging.getLogger("stoker")
 
-_warned: set[str] = set()
+warned: set[str] = set()
 
 
 class UntrustedCache(PermissionError):
@@ -161,8 +161,8 @@ def save(name: str, data: dict[str, Any]) -> None:
 
 def warn(error: UntrustedCache) -> None:
     """Logs the reason, once per process."""
-    if str(error) not in _warned:
-        _warned.add(str(error))
+    if str(error) not in warned:
+        warned.add(str(error))
         log.warning("%s", error)
 
 
@@ -207,10 +207,10 @@ def _others_write(path: Path, status: os.stat_result) -> bool:
     if not status.st_mode & stat.S_IWGRP:
         return False
     # An access control list that grants write access shows in the group bits.
-    return not _group_of_one(status.st_gid) or "system.posix_acl_access" in _attributes(path)
+    return not group_of_one(status.st_gid) or "system.posix_acl_access" in extended_attributes(path)
 
 
-def _attributes(path: Path) -> list[str]:
+def extended_attributes(path: Path) -> list[str]:
     try:
         return os.listxattr(path, follow_symlinks=False)
     except OSError:  # not supported by this file system
@@ -218,7 +218,7 @@ def _attributes(path: Path) -> list[str]:
 
 
 @functools.cache
-def _group_of_one(gid: int) -> bool:
+def group_of_one(gid: int) -> bool:
     """Whether this is the user's private group. Systems with such groups use umask 002, which makes all files group-writable."""
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())

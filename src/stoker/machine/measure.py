@@ -62,7 +62,7 @@ def measure_rates(
             torch.set_num_threads(count)
             share = (end - time.perf_counter()) / (len(STEPS) - index)
             # All threads start with the size that one thread reached: small products would measure the scheduler.
-            rate, size, ghz = _product_gflops(dtype, share, _SMALLEST if count == 1 else size, probe)
+            rate, size, ghz = product_gflops(dtype, share, _SMALLEST if count == 1 else size, probe)
             products.append((round(rate, 2), ghz))
         begin_step(STEPS[4])
         torch.set_num_threads(threads)
@@ -107,7 +107,7 @@ def remeasure(
     torch.set_num_threads(rates.threads)
     try:
         dtype = torch.bfloat16 if bf16 else torch.float32
-        found, _, ghz = _product_gflops(dtype, seconds, 4 * _SMALLEST, _ClockProbe(machine, clock))
+        found, _, ghz = product_gflops(dtype, seconds, 4 * _SMALLEST, _ClockProbe(machine, clock))
     finally:
         torch.set_num_threads(before)
     rate = round(found, 2)
@@ -151,7 +151,7 @@ class _ClockProbe:
         found.append(clock(1))
 
 
-def _product_gflops(
+def product_gflops(
     dtype: torch.dtype, seconds: float, size: int, probe: _ClockProbe
 ) -> tuple[float, int, float | None]:
     """The best rate of square products, the size that `size` has grown to, and the highest clock seen during products."""

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from stoker import __version__
 from stoker.english import counted
 from stoker.errors import UserError
-from stoker.machine import cache_directory, network, this_machine
+from stoker.machine import cache_directory, this_machine
 from stoker.plan.cost_model import PARTS, Collectives, Node
 from stoker.plan.subject import Subject
 
@@ -119,18 +120,14 @@ def _cached(
 
 
 def _run(what: str, shares: list[list[int]], backend: str, **more: Any) -> list[dict[str, float]]:
-    port = network.free_port("127.0.0.1")
+    with tempfile.TemporaryDirectory(prefix="stoker-plan-") as directory:  # which other users cannot enter
+        request = {"what": what, "size": len(shares), "store": f"{directory}/store", "backend": backend, **more}
+        return _run_all([{**request, "rank": rank, "cpus": cpus} for rank, cpus in enumerate(shares)])
+
+
+def _run_all(requests: list[dict[str, Any]]) -> list[dict[str, float]]:
     processes = []
-    for rank, cpus in enumerate(shares):
-        request = {
-            "what": what,
-            "rank": rank,
-            "size": len(shares),
-            "cpus": cpus,
-            "port": port,
-            "backend": backend,
-            **more,
-        }
+    for request in requests:
         command = [sys.executable, "-m", "stoker.plan.probe", json.dumps(request)]
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:

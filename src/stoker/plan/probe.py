@@ -34,8 +34,9 @@ def main(text: str) -> None:
 
         register()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        where = f"tcp://127.0.0.1:{request['port']}"
-        dist.init_process_group(request["backend"], init_method=where, rank=request["rank"], world_size=request["size"])
+        rank, size = request["rank"], request["size"]
+        store = dist.FileStore(request["store"], size)
+        dist.init_process_group(request["backend"], store=store, rank=rank, world_size=size)
     print(json.dumps(collectives(request) if request["what"] == "collectives" else steps(request)), flush=True)
     if request["size"] > 1:
         dist.barrier()

@@ -11,7 +11,7 @@ from typing import Any
 from stoker.english import with_article
 from stoker.errors import UserError
 from stoker.plan.sizes import SIZES
-from stoker.tasks.loading import config_of, reason
+from stoker.tasks.loading import config_of, quiet, reason
 
 __all__ = ["TASKS", "Subject", "ready_last", "usual_task"]
 
@@ -37,6 +37,7 @@ class Subject:
         import torch
         import transformers
 
+        quiet()
         torch.manual_seed(0)
         kinds = {
             "qa": transformers.AutoModelForQuestionAnswering,

@@ -261,19 +261,20 @@ class Messages {
 
   std::vector<const char*> gone_ranks() const {
     std::vector<const char*> all;
-    for (int rank = 0; rank < static_cast<int>(names_.size()); ++rank)
-      all.push_back(rank == rank_ ? nullptr : stoker_comm_gone(memory_, rank));
+    for (int rank = 0; rank < static_cast<int>(names_.size()); ++rank) all.push_back(stoker_comm_gone(memory_, rank));
     return all;
   }
 
   // Empty: go on waiting. A rank that has left or died can send nothing more, and its pipe is empty. A message from any source
-  // may still come from the others when one has left, but a rank that has died is an error of the whole job.
+  // may still come from the others when one has left, but a rank that has died is an error of the whole job. If a rank has given
+  // up, the group cannot be used any more.
   std::string reason_to_give_up(const Message& one, const std::vector<const char*>& gone) const {
     const bool any = one.peer == kAnySource;
     size_t left = 0;
     for (int rank = 0; rank < static_cast<int>(gone.size()); ++rank) {
       if (!gone[rank]) continue;
-      if (one.peer == rank || (any && std::string_view(gone[rank]) == "has died"))
+      const std::string_view what = gone[rank];
+      if (one.peer == rank || (any && what == "has died") || what.rfind("gave up", 0) == 0)
         return name(rank) + " " + gone[rank] + "; " + name(rank_) + " was " + describe(one);
       ++left;
     }

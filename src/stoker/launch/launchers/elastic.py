@@ -18,6 +18,7 @@ from typing import Any
 
 from stoker.errors import UserError
 from stoker.launch.launchers.elastic_job import Job, listen
+from stoker.launch.launchers.job_secret import job_secret
 from stoker.launch.rank import failure, handover, leftovers
 from stoker.launch.rank.rank_settings import Settings
 from stoker.requires import require
@@ -27,15 +28,20 @@ __all__ = ["Job", "launch"]
 
 def launch(job: Job, settings: Settings, script: str, arguments: list[str]) -> int:
     """Runs all ranks of this machine to their end; returns the exit code of the command."""
+    secret = job_secret() if job.machines > 1 else ""
     listener = listen(job) if job.machine_rank == 0 else None
     port = listener.getsockname()[1] if listener else job.port
     if port is None:
         raise UserError("--main_process_port is missing; machines other than the first need it")
+    if listener is not None and job.machines == 1:  # the port is free for a script that serves a store of its own there
+        listener.close()
+        listener = None
     os.environ[leftovers.JOB] = name = secrets.token_hex(8)  # the agent has no other way to give its ranks variables
     code = 1
     try:
         with leftovers.directory(name) as directory:
-            code = _run_agent(job, port, listener, directory, settings, script, arguments)
+            sent = dataclasses.replace(settings, is_one_of_several=True, report=str(directory), secret=secret)
+            code = _run_agent(job, port, listener, directory, sent, script, arguments)
         return code
     finally:
         if code:
@@ -69,9 +75,8 @@ def _run_agent(
     for logger in list(logging.root.manager.loggerDict):
         if logger.startswith("torch.distributed.elastic"):
             logging.getLogger(logger).setLevel(logging.CRITICAL)  # what users need to know is printed below
-    rendezvous = Rendezvous(job, port, listener, directory)
+    rendezvous = Rendezvous(job, port, listener, directory, settings.secret)
     rendezvous_handler_registry.register("stoker", lambda parameters: rendezvous)
-    sent = dataclasses.replace(settings, is_one_of_several=True, report=str(directory))
     config: dict[str, Any] = {
         "min_nodes": job.least,
         "max_nodes": job.machines,
@@ -84,7 +89,7 @@ def _run_agent(
         "shutdown_timeout": job.grace,
         "logs_specs": DefaultLogsSpecs(str(directory / "agent")),  # else it makes a directory that nobody removes
     }
-    command, carried = handover.rank_command(sent, script, arguments)
+    command, carried = handover.rank_command(settings, script, arguments)
     os.environ.update(carried)
     try:
         elastic_launch(LaunchConfig(**config), command[0])(*command[1:])

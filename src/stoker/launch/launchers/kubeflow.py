@@ -22,6 +22,8 @@ from stoker.launch.launchers.kubernetes import (
     pod,
     resources,
     run_variable,
+    secret_manifest,
+    secret_variable,
     user_words,
 )
 from stoker.launch.options import Options
@@ -43,7 +45,7 @@ def trainjob(options: Options, name: str) -> str:
     words = launch_words(options, own)
     if len(words) > _MOST_WORDS:
         words = ["sh", "-c", literal("exec " + shlex.join(["stoker", "launch", *own, *user_words(options)]))]
-    main = container(options, "node", words, [run_variable(name, words)])
+    main = container(options, "node", words, [run_variable(name, words), *_secret(machines, name)])
     trainer = {
         "image": main["image"],
         "numNodes": machines,
@@ -62,7 +64,7 @@ def trainjob(options: Options, name: str) -> str:
             **_patches(options),
         },
     }
-    return documents(_runtime(main["image"]), job)
+    return documents(*_secret_manifests(machines, name), _runtime(main["image"]), job)
 
 
 def _runtime(image: str) -> dict[str, Any]:
@@ -113,9 +115,10 @@ def pytorchjob(options: Options, name: str) -> str:
     elastic = {"rdzvBackend": "c10d", "minReplicas": options.min_machines or machines, "maxReplicas": machines}
     if options.max_restarts is not None:
         elastic["maxRestarts"] = options.max_restarts
-    main = container(options, "pytorch", words, [run_variable(name, words)])
+    main = container(options, "pytorch", words, [run_variable(name, words), *_secret(machines, name)])
     worker = {"replicas": machines, "restartPolicy": "OnFailure", "template": {"spec": pod(options, main)}}
     return documents(
+        *_secret_manifests(machines, name),
         {
             "apiVersion": "kubeflow.org/v1",
             "kind": "PyTorchJob",
@@ -126,8 +129,17 @@ def pytorchjob(options: Options, name: str) -> str:
                 "runPolicy": {"backoffLimit": options.allowed_restarts * machines},
                 "pytorchReplicaSpecs": {"Worker": worker},
             },
-        }
+        },
     )
+
+
+def _secret(machines: int, name: str) -> list[dict[str, Any]]:
+    """The variable by which the pods know each other, if there are several."""
+    return [secret_variable(name)] if machines > 1 else []
+
+
+def _secret_manifests(machines: int, name: str) -> list[dict[str, Any]]:
+    return [secret_manifest(name)] if machines > 1 else []
 
 
 def mpijob(options: Options, name: str) -> str:

@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import yaml
 
+from stoker.distributed.job_store import SECRET
 from stoker.errors import UserError
 from stoker.launch.launch_plan import DEFAULT_PORT, counts
 from stoker.launch.options import Options, to_flags
 
 __all__ = [
     "CACHE", "CLAIM", "claim_volume", "container", "documents", "job_manifests", "launch_words", "literal", "node_selector",
-    "pod", "resources", "run_variable", "user_words",
+    "pod", "resources", "run_variable", "secret_manifest", "secret_variable", "user_words",
 ]  # fmt: skip
 
 CACHE = "/cache"
 """Where the volume for caches is mounted."""
 CLAIM = "claim"
 """The name of that volume, if it is a claim of the user."""
+_SECRET_KEY = "job"
 _GROUP = 1000
 """Of the user in Stoker's image (container/runtime.sh); volumes are made writable for it."""
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
@@ -53,8 +56,22 @@ def run_variable(name: str, words: Sequence[str]) -> dict[str, str]:
     return {"name": "STOKER_RUN_ID", "value": f"{name}-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}"}
 
 
+def secret_variable(name: str) -> dict[str, Any]:
+    """The secret of the job of this name, which is known to its pods only."""
+    return {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": f"{name}-secret", "key": _SECRET_KEY}}}
+
+
+def secret_manifest(name: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"{name}-secret"},
+        "stringData": {_SECRET_KEY: secrets.token_hex(16)},
+    }
+
+
 def container(
-    options: Options, name: str, command: Sequence[str], variables: Sequence[dict[str, str]]
+    options: Options, name: str, command: Sequence[str], variables: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     image = options.emit_image
     if not image:
@@ -147,7 +164,7 @@ def documents(*found: dict[str, Any]) -> str:
 
 
 def job_manifests(options: Options, name: str) -> str:
-    """A Job, and for several machines a Service by which they find machine 0."""
+    """A Job, and for several machines a Service by which they find machine 0 and the secret by which they know each other."""
     total, _, machines = counts(options)
     port = options.main_process_port or DEFAULT_PORT
     own = ["--num_processes", str(total)]
@@ -158,7 +175,8 @@ def job_manifests(options: Options, name: str) -> str:
         own += ["--num_machines", f"{least}{machines}", "--machine_rank", "$(JOB_COMPLETION_INDEX)"]
         own += ["--main_process_ip", f"{name}-0.{name}", "--main_process_port", str(port)]
     words = launch_words(options, own)
-    main = container(options, "stoker", words, [run_variable(name, words)])
+    secret = [secret_variable(name)] if machines > 1 else []
+    main = container(options, "stoker", words, [run_variable(name, words), *secret])
     if machines > 1:
         main["ports"] = [{"containerPort": port, "name": "rendezvous"}]
     spec = {"restartPolicy": "Never", **pod(options, main)}
@@ -189,4 +207,4 @@ def job_manifests(options: Options, name: str) -> str:
             "ports": [{"name": "rendezvous", "port": port}],
         },
     }
-    return documents(service, job) if machines > 1 else documents(job)
+    return documents(secret_manifest(name), service, job) if machines > 1 else documents(job)

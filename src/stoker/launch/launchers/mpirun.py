@@ -56,7 +56,9 @@ class MpirunLauncher:
         if options.check_hosts:
             remote_hosts.check_hosts([host.name for host, _ in plan.host_counts])
         job = secrets.token_hex(8)
-        settings = replace(plan.settings, is_one_of_several=True, report="stderr", job=job)
+        settings = replace(
+            plan.settings, is_one_of_several=True, report="stderr", job=job, secret=secrets.token_hex(16)
+        )
         environment = {**os.environ, **handed_over(replace(plan, settings=settings), options)}
         return mpi.launch(
             plan.mpirun, plan.host_counts, handover.command(job, options.script), environment, options.extra_mpi, job=job,

@@ -12,7 +12,8 @@ torch 2.13:
 - Its calls hang when the machine with the store loses power: time-outs and SIGTERM do not end them. Here only a thread uses
   the store while ranks run, and a second thread notices when it hangs.
 - It compares times of day that different machines have written, so it needs synchronized clocks. Here reports are counted.
-- It unpickles what it reads from the store, which has no password. Here everything is JSON.
+- It unpickles what it reads from the store, which has no password. Here everything is JSON, and between machines sealed with the
+  job's secret (`stoker.distributed.sealed_store`): a report of somebody who does not know it counts as none.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ import threading
 import time
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from stoker.distributed.lost_rank import LostRank, count_replaceable, joined, tell_lost_machines
+from stoker.distributed.sealed_store import Forged
 from stoker.errors import UserError
+from stoker.launch.launchers import job_secret
 from stoker.launch.launchers.coordinator import Coordinator, gone
-from stoker.launch.launchers.elastic_job import Job, listen
+from stoker.launch.launchers.elastic_job import Job
 from stoker.launch.launchers.remote_hosts import own_versions
 from stoker.launch.launchers.round import (
     FINISHED,
@@ -49,6 +51,7 @@ from stoker.launch.launchers.round import (
     encode,
     version_difference,
 )
+from stoker.launch.launchers.round_stores import LocalStores, NetworkStores, Stores
 from stoker.launch.rank import failure, leftovers
 from stoker.launch.rank.failure import Failure
 
@@ -62,15 +65,21 @@ _LOST_PLACE = {
     False: "this machine has not reported for too long, and the others have given its place away; start it again to take part",
 }
 """Why a machine is not in the round that it takes part in, by whether it waits for another one."""
+_MOST_NUMBERED = 1000
+"""Machines that were started without a number; the counter has no seal, and anybody could raise it."""
 _LATEST_KEY, _NUMBERED_KEY, _MACHINE_KEY = "stoker/round", "stoker/numbered", "stoker/here/{}"
 
 
 class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
     """One machine's side. To torch's agent each round is a static rendezvous of its members."""
 
-    def __init__(self, job: Job, port: int, listener: socket.socket | None, directory: Path) -> None:
+    def __init__(self, job: Job, port: int, listener: socket.socket | None, directory: Path, secret: str) -> None:
         super().__init__(job.address, port, job.machine_rank, job.machines, "stoker", math.ceil(job.wait))
-        self._job, self._listener, self._directory = job, listener, directory
+        self._job, self._directory = job, directory
+        several = job.machines > 1
+        self._stores: Stores = (
+            NetworkStores(job, listener, self.timeout, secret) if several else LocalStores(directory, self.timeout)
+        )
         self._port, self._machine = port, job.machine_rank
         report = Report(secrets.token_hex(4), socket.gethostname(), *astuple(own_versions()))
         self._report = replace(report, ranks=job.local_size)
@@ -84,6 +93,8 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
         """When the first machine answered last."""
         self._refused = ""
         """Why this machine cannot take part."""
+        self._reports: dict[str, Report] = {}
+        """On the first machine: the last report of each other one, by its key in the store."""
         self._losses = 0
         """Of how many machines that the current round has lost the ranks of this machine were told."""
         self.failure_elsewhere: Failure | None = None
@@ -92,6 +103,10 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
 
     def get_backend(self) -> str:
         return "stoker"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self._stores.served_by_agent
 
     def num_nodes_waiting(self) -> int:
         """More than 0 makes the agent end its ranks and ask for the next round."""
@@ -110,7 +125,7 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
         self._report = replace(self._report, status=WAITING)
         now = self._await_round()
         if now.number > 1 and self._machine != 0:
-            self._store = self._connect(now.port)
+            self._store = self._stores.connect(now.port)
         self._tell_losses(now)  # before the round is this machine's own: from then on the other thread does it
         self._round = now
         self._report = replace(self._report, status=RUNNING, round=now.number)
@@ -159,15 +174,15 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
     # Joining, and starting again
 
     def _join(self) -> None:
-        store = self._store = self._first_store = self._connect(self._port, self._listener)
+        is_first = self._machine == 0
+        store = self._stores.serve(self._port) if is_first else self._stores.connect(self._port)
+        self._store = self._first_store = store
         if self._machine < 0:  # numbers after those that people give
             self._machine = self._job.machines - 1 + store.add(_NUMBERED_KEY, 1)
         self._report = replace(self._report, machine=self._machine)
-        if self._machine == 0:
+        if is_first:
             store.set(_LATEST_KEY, encode(self._latest))
-        elif (
-            decode(Round, store.get(_LATEST_KEY)).number > 0
-        ):  # a machine that does not fit must not disturb the others
+        elif self._first_round(store).number > 0:  # a machine that does not fit must not disturb the others
             self._require_same_versions(store)
         store.set(_MACHINE_KEY.format(self._machine), encode(self._report))
         self._require_same_versions(store)
@@ -178,22 +193,17 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
             threading.Thread(target=self._detect_silent_first_machine, daemon=True).start()
 
     def _require_same_versions(self, store: Any) -> None:
-        first = decode(Report, store.get(_MACHINE_KEY.format(0)))
-        if difference := version_difference(first, self._report):
+        first = _read(Report, store, _MACHINE_KEY.format(0))
+        if first is not None and (difference := version_difference(first, self._report)):
             raise UserError(difference)
 
-    def _connect(self, port: int, listener: socket.socket | None = None) -> Any:
-        """A client of the store at this port of the first machine; with a listener, also its server."""
-        server: dict[str, Any] = {"master_listen_fd": os.dup(listener.fileno())} if listener is not None else {}
+    def _first_round(self, store: Any) -> Round:
         try:
-            return TCPStore(
-                self._job.address, port, None, bool(server), self.timeout, False, multi_tenant=False, **server
-            )
-        except Exception as error:
-            reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+            return decode(Round, store.get(_LATEST_KEY))
+        except (Forged, ValueError):
             raise UserError(
-                f"machine {self._job.machine_rank} cannot reach the first machine at {self._job.address}, port {port}: is "
-                f"`stoker launch` running there with --machine_rank 0, and is the port open? ({reason})"
+                f"the first machine at {self._job.address}, port {self._port}, does not know the secret of this machine's jobs: "
+                f"{job_secret.advice()}"
             ) from None
 
     def _clean_up(self) -> None:
@@ -204,9 +214,7 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
                 path.unlink(missing_ok=True)
 
     def _open_round_store(self) -> int:
-        with listen(replace(self._job, port=None)) as listener:
-            port: int = listener.getsockname()[1]
-            self._store = self._connect(port, listener)
+        port, self._store = self._stores.open_round()
         return port
 
     # Threads
@@ -214,12 +222,13 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
     def _exchange_reports(self) -> None:
         """Writes this machine's reports and reads the rounds, until the launch ends; on the first machine, decides them."""
         try:
-            store = self._connect(self._port)
+            store = self._stores.connect(self._port)
             coordinator = Coordinator(self._job, self._port, self._open_round_store) if self._machine == 0 else None
             key, count = _MACHINE_KEY.format(self._machine), 0
             while self.failure_elsewhere is None:
                 leaving, count = self._leaving.is_set(), count + 1
-                if decode(Report, store.get(key)).token != self._report.token:
+                found = _read(Report, store, key)
+                if found is not None and found.token != self._report.token:
                     raise UserError(
                         f"another launch has joined as machine {self._machine}; give each its own --machine_rank"
                     )
@@ -227,8 +236,10 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
                 own = replace(self._report, count=count, can_wait=can_wait, losses=self._losses)
                 store.set(key, encode(own))
                 if coordinator is not None:
-                    store.set(_LATEST_KEY, encode(coordinator.decide(self._latest, self._read_reports(store))))
-                self._latest = decode(Round, store.get(_LATEST_KEY))
+                    self._latest = coordinator.decide(self._latest, [own, *self._read_reports(store)])
+                    store.set(_LATEST_KEY, encode(self._latest))
+                else:
+                    self._latest = _read(Round, store, _LATEST_KEY) or self._latest
                 self._heard = time.monotonic()
                 if self._latest.number == self._round.number > 0 and not self._latest.ending:
                     if self._report.token not in self._latest.members:
@@ -248,9 +259,13 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
             self._stop(gone(f"machine 0 ({self._job.address})"))
 
     def _read_reports(self, store: Any) -> list[Report]:
-        machines = range(self._job.machines + int(store.add(_NUMBERED_KEY, 0)))
-        keys = [_MACHINE_KEY.format(machine) for machine in machines]
-        return [decode(Report, store.get(key)) for key in keys if store.check([key])]
+        """The last of each other machine. One that a stranger has overwritten comes again, or its machine falls silent."""
+        numbered = min(int(store.add(_NUMBERED_KEY, 0)), _MOST_NUMBERED)
+        keys = [_MACHINE_KEY.format(machine) for machine in range(1, self._job.machines + numbered)]
+        for key in keys:
+            if store.check([key]) and (report := _read(Report, store, key)) is not None:
+                self._reports[key] = report
+        return [self._reports[key] for key in keys if key in self._reports]
 
     def _detect_silent_first_machine(self) -> None:
         """A machine that has lost power does not answer, and a call to its store does not return."""
@@ -268,3 +283,14 @@ class Rendezvous(StaticTCPRendezvous):  # type: ignore[misc]
             self._refused = failure.text
         else:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+_Record = TypeVar("_Record", Report, Round)
+
+
+def _read(kind: type[_Record], store: Any, key: str) -> _Record | None:
+    """None if somebody who does not know the job's secret has written it; the machine whose it is writes it again soon."""
+    try:
+        return decode(kind, store.get(key))
+    except (Forged, ValueError):
+        return None

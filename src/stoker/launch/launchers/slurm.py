@@ -44,7 +44,8 @@ class Slurm:
         srun = shutil.which("srun")
         if srun is None:
             raise UserError("this is a Slurm allocation, but srun is not on PATH; add its directory to PATH")
-        variables = handed_over(replace(plan, settings=replace(plan.settings, is_one_of_several=True)), options)
+        settings = replace(plan.settings, is_one_of_several=True, secret=secrets.token_hex(16))
+        variables = handed_over(replace(plan, settings=settings), options)
         program = handover.command(secrets.token_hex(8), options.script)
         return become([srun, *_srun(plan, program, variables, os.environ)[1:]], variables)
 

@@ -14,7 +14,15 @@ from stoker.english import counted
 from stoker.errors import UserError
 from stoker.machine import Core, Machine
 
-__all__ = ["Placement", "place"]
+__all__ = ["Oversubscribed", "Placement", "place"]
+
+
+class Oversubscribed(UserError):
+    """There are fewer cores than the processes want."""
+
+    def __init__(self, shortage: str, advice: str) -> None:
+        super().__init__(f"{shortage}. {advice}")
+        self.shortage = shortage
 
 
 @dataclass(frozen=True)
@@ -95,10 +103,10 @@ def _refuse_oversubscription(
     fewer = f"at most {counted(fitting, 'process')}, fewer threads" if fitting else "fewer threads"
     kept = f" and {counted(workers, 'core')} for communication" if workers else ""
     each = " each" if workers and processes > 1 else ""
-    raise UserError(
+    raise Oversubscribed(
         f"{counted(processes, 'process')} of {counted(computing, 'thread')}{kept}{each} "
-        f"need{'s' * (processes == 1)} {processes * wanted} {kind}; this machine has {places} for them{quota}. "
-        f"Use {fewer}{' or cores for communication' if workers else ''}, or allow sharing with --oversubscribe"
+        f"need{'s' * (processes == 1)} {processes * wanted} {kind}; this machine has {places} for them{quota}",
+        f"Use {fewer}{' or cores for communication' if workers else ''}, or allow sharing with --oversubscribe",
     )
 
 

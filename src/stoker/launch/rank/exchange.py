@@ -12,20 +12,22 @@ import ctypes
 import glob
 import os
 import re
+import secrets
 import socket
 import sys
 import zlib
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from stoker.errors import UserError
 from stoker.launch.rank.environment import Rank, first_slurm_host
 from stoker.machine.network import free_port, own_address
 from stoker.numbers import whole_number
 
-__all__ = ["Pmi", "agree", "pmi"]
+__all__ = ["Meeting", "Pmi", "agree", "pmi"]
 
 _KEY = "stoker-address"
-_PATIENCE = 120.0
+PATIENCE = 120.0
 """Seconds; a rank that never arrives must not block the others forever."""
 
 
@@ -34,7 +36,7 @@ class Pmi:
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=os.dup(descriptor))
-        self._socket.settimeout(_PATIENCE)
+        self._socket.settimeout(PATIENCE)
         self._rest = b""
         self._ask("cmd=init pmi_version=1 pmi_subversion=1")
         self._name = self._ask("cmd=get_my_kvsname")["kvsname"]
@@ -63,7 +65,7 @@ class Pmi:
                 received = self._socket.recv(4096)
             except TimeoutError:
                 raise UserError(
-                    f"mpirun has not answered for {_PATIENCE:g} s while the ranks were exchanging addresses: one of them has "
+                    f"mpirun has not answered for {PATIENCE:g} s while the ranks were exchanging addresses: one of them has "
                     "not reached this point; check its output, and whether it was started at all"
                 ) from None
             if not received:
@@ -83,7 +85,16 @@ def pmi() -> Pmi | None:
     return _PMI[0] if _PMI else None
 
 
-def agree(rank: Rank, environment: Mapping[str, str]) -> tuple[str, int]:
+class Meeting(NamedTuple):
+    """What the ranks have agreed on."""
+
+    address: str
+    port: int
+    secret: str = ""
+    """Known to the ranks of this job only; empty if the launcher cannot share one."""
+
+
+def agree(rank: Rank, environment: Mapping[str, str]) -> Meeting:
     """MASTER_ADDR and MASTER_PORT for all ranks: those that the user has set, else rank 0's own."""
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if port and not 0 <= (-1 if (number := whole_number(port)) is None else number) <= 65535:
@@ -93,19 +104,21 @@ def agree(rank: Rank, environment: Mapping[str, str]) -> tuple[str, int]:
         connection = Pmi(int(environment["PMI_FD"]))
         _PMI[:] = [connection]
         atexit.register(connection.finish)
+    secret = secrets.token_hex(16) if rank.rank == 0 else ""
     if address and port:
-        return address, int(port)
+        return Meeting(address, int(port), connection.share(rank.rank, secret) if connection else "")
     if rank.size == rank.local_size and not address:
         address = "127.0.0.1"
-    mine = f"{address or own_address(environment)}|{port or free_port()}" if rank.rank == 0 else ""
+    mine = f"{address or own_address(environment)}|{port or free_port()}|{secret}" if rank.rank == 0 else ""
     if connection:
         return _parse(connection.share(rank.rank, mine))
     if rank.exchange == "pmix":
         return _parse(_share_by_pmix(environment, mine))
     if rank.exchange == "names":
-        return address or first_slurm_host(environment) or "127.0.0.1", int(port or _port_of_job(environment))
+        first = address or first_slurm_host(environment) or "127.0.0.1"
+        return Meeting(first, int(port or _port_of_job(environment)))
     if address:
-        return address, int(port or 29500)
+        return Meeting(address, int(port or 29500))
     raise UserError(
         f"{rank.launcher} cannot share an address between its processes; set MASTER_ADDR to the address of the first machine, "
         "for all of them (mpirun -genv MASTER_ADDR ..., or export it)"
@@ -118,11 +131,13 @@ def _port_of_job(environment: Mapping[str, str]) -> int:
     return 15000 + zlib.crc32(job.encode()) % 10000
 
 
-def _parse(value: str) -> tuple[str, int]:
-    address, _, port = value.rpartition("|")
+def _parse(value: str) -> Meeting:
+    address, port, secret = (*value.split("|"), "", "")[:3]
     if not address or whole_number(port) is None:
-        raise UserError(f"rank 0's address arrived as {value!r}; set MASTER_ADDR and MASTER_PORT for all ranks")
-    return address, int(port)
+        raise UserError(
+            f"rank 0's address arrived as {value.rpartition('|')[0]!r}; set MASTER_ADDR and MASTER_PORT for all ranks"
+        )
+    return Meeting(address, int(port), secret)
 
 
 class _Process(ctypes.Structure):

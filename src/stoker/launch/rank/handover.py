@@ -2,8 +2,8 @@
 
 Both take a `:` on the command line for the start of another program. The environment also hides the arguments from other users
 of the machine, who can read every command line. The value consists of letters and digits only, in pieces that fit in a single
-variable, so that no launcher interprets anything. Other ranks receive them this way too if `-genv` sets variables, which may be
-secret.
+variable, so that no launcher interprets anything. Other ranks receive them this way too if something among them is secret: the
+job's own secret, variables that `-genv` sets, or a token in the script's arguments.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from stoker.errors import UserError
+from stoker.hf.secrets import without_secrets
 from stoker.launch.rank.rank_settings import Settings
 
 __all__ = ["FLAG", "command", "rank_command", "take", "variables"]
@@ -34,7 +35,7 @@ _LIMIT = 1 << 20
 def rank_command(settings: Settings, script: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The command of a rank that this process becomes or starts itself, and the environment variables it needs."""
     words = [settings.to_json(), script, *arguments]
-    if not settings.genv:
+    if not (settings.genv or settings.secret or without_secrets(arguments) != list(arguments)):
         return [sys.executable, "-m", "stoker.launch.run", *words], {}
     return command(secrets.token_hex(8), script), variables(words)
 

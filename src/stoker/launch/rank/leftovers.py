@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["JOB", "directory", "end", "exempt", "is_over", "processes_of", "remove_abandoned"]
+__all__ = ["GRACE", "JOB", "directory", "end", "exempt", "is_over", "processes_of", "remove_abandoned"]
 
 JOB = "STOKER_JOB"
 """The variable by which everything that a launch has started is found. Child processes inherit it."""
@@ -26,6 +26,8 @@ _PREFIX = "stoker-launch-"
 _LOCK = "lock"
 _YOUNG = 3600.0
 """Seconds for which a directory without a lock may belong to a launch that is about to lock it."""
+GRACE = 3.0
+"""Seconds that the processes of a job have to end after SIGTERM."""
 _EXEMPT = "stoker-output"
 _PR_SET_NAME = 15  # linux/prctl.h
 
@@ -94,15 +96,18 @@ def processes_of(job: str) -> list[int]:
     return found
 
 
-def end(job: str, grace: float = 3.0) -> list[int]:
-    """Ends the processes of a job on this machine, with SIGTERM first; returns those that were running."""
+def end(job: str, grace: float | None = None) -> list[int]:
+    """Ends the processes of a job on this machine, with SIGTERM first; returns those that were running.
+
+    `grace`: how many seconds they have after SIGTERM, GRACE if not given.
+    """
     found = processes_of(job)
     for number in (signal.SIGTERM, signal.SIGKILL):
         left = processes_of(job)
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
-        limit = time.monotonic() + grace
+        limit = time.monotonic() + (GRACE if grace is None else grace)
         while left and time.monotonic() < limit and processes_of(job):
             time.sleep(0.02)
     return found

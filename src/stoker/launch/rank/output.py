@@ -22,6 +22,8 @@ from stoker.streams import ProgressLine
 __all__ = ["Lines", "attach"]
 
 _IDLE = 0.1
+_NOT_SHOWN = b"find_unused_parameters=True was specified in DDP constructor, but did not find any unused"
+"""PyTorch's advice, once per rank, about a default of transformers; a log file keeps it."""
 _PATIENCE = 2.0  # after the rank's end, for what its own children still write
 
 
@@ -64,6 +66,8 @@ class Lines:
         return self._piece(rest, True) if rest else b""
 
     def _piece(self, piece: bytes, line: bool) -> bytes:
+        if _NOT_SHOWN in piece:
+            return b""
         if self._bar:
             return b"\r" + piece + b"\n" * line if self._progress else b""
         if not line:

@@ -25,6 +25,8 @@ class Settings(RankOptions):
     """Where a rank that fails reports it: a directory, or `stderr` for a marked line there."""
     job: str | None = None
     """A unique name, by which a guard on each host finds the processes of this launch."""
+    secret: str = ""
+    """Known to the ranks of this job only; it is never on a command line (`handover.rank_command`)."""
     is_one_of_several: bool = False
     """Started by a launcher that sets rank variables; it is an error if they are missing."""
     launch_command: tuple[str, ...] = ()
