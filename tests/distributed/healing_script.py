@@ -1,10 +1,11 @@
 """A script with a Trainer whose ranks kill themselves: `healing_script.py --output_dir DIR [--kills RANK:MOMENT:STEP,...]`.
 
 Each kill happens once per DIR: the rank sends itself SIGKILL when the moment comes for the first time at that step, or
-after it. Moments: forward, backward, optimizer, step_end, evaluate, save, start (of a process that replaces a lost one); warm is
-step_end, once there is a process that has imported everything in advance. Every process writes its id to DIR/processes.RANK, and
-whether it found transformers imported. At the end every rank writes its weights to DIR/weights.RANK.pt, and rank
-0 what it has logged to DIR/logged.json. In step --hang_at rank 1 creates DIR/hangs and sleeps, once per DIR.
+after it. Moments: forward, backward, optimizer, step_end, evaluate, save, start (of a process that replaces a lost one) and
+milliseconds, STEP of them after such a start; warm is step_end, once there is a process that has imported everything in advance.
+Every process writes its id to DIR/processes.RANK, and whether it found transformers imported. At the end every rank writes its
+weights to DIR/weights.RANK.pt, and rank 0 what it has logged to DIR/logged.json. In step --hang_at rank 1 creates DIR/hangs and
+sleeps, once per DIR.
 """
 
 # ruff: noqa: E402
@@ -12,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -82,6 +84,10 @@ class Killed(Trainer):
 
 if "STOKER_REPLACES" in os.environ:
     moment("start", 0)
+    for kill in filter(None, rest.kills.split(",")):
+        if kill.split(":")[1] == "milliseconds":
+            after = int(kill.split(":")[2])
+            threading.Timer(after / 1000, moment, ("milliseconds", after)).start()
 callbacks = [Kills()]
 if rest.patience:
     callbacks.append(EarlyStoppingCallback(rest.patience))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from attack.case import chance_of, seed_of_tests
 from launch.live import launch, running
 from parts import rest_in
 from stoker.distributed.roster import Entry
@@ -23,9 +24,11 @@ TRAINING = ["--per_device_train_batch_size", "4", "--max_steps", "9", "--report_
             "--eval_steps", "3", "--save_steps", "3"]  # fmt: skip
 
 
-def train(folder: Path, ranks: int, *words: str, heal: bool = True) -> subprocess.CompletedProcess[str]:
+def train(
+    folder: Path, ranks: int, *words: str, heal: bool = True, timeout: float = 400
+) -> subprocess.CompletedProcess[str]:
     options = ["-n", str(ranks), "--oversubscribe", *["--heal"] * heal]
-    return launch(*options, SCRIPT, "--output_dir", str(folder), *TRAINING, *words)
+    return launch(*options, SCRIPT, "--output_dir", str(folder), *TRAINING, *words, timeout=timeout)
 
 
 def weights(folder: Path, rank: int = 0) -> dict[str, torch.Tensor]:
@@ -108,8 +111,31 @@ def test_processes_start_with_everything_imported_also_the_second_time(
     assert (folder / "warm.0").read_text().split() == ["False"]
 
 
+@pytest.mark.part("healing")
+@pytest.mark.parametrize("number", range(10))
+def test_a_replacement_killed_at_any_moment_does_not_stall_the_run(
+    undisturbed: dict[int, Path], tmp_path: Path, number: int
+) -> None:
+    """It heals, or it restarts from its checkpoint."""
+    chance = chance_of(seed_of_tests(), "second kill", number)
+    ranks, backend, rank = chance.choice((2, 3)), chance.choice(("ccl", "gloo")), chance.randrange(2)
+    moment = chance.choice(("forward", "backward", "optimizer", "step_end"))
+    kills = f"{rank}:{moment}:4,{rank}:milliseconds:{chance.randrange(2000)}"
+    folder = tmp_path / "out"
+    done = train(folder, ranks, "--ddp_backend", backend, "--kills", kills, "--ddp_timeout", "1800", timeout=240)
+    story = [line for line in done.stderr.splitlines() if "was lost" in line or "is not replaced" in line]
+    print(f"{ranks} ranks, {backend}, {kills}, {len(list(folder.glob('killed.*')))} kills:", *story, sep="\n  ")
+    assert done.returncode == 0, done.stderr[-4000:]
+    for one in range(ranks):
+        ours, theirs = weights(folder, one), weights(undisturbed[ranks])
+        assert all(torch.equal(ours[name], weights(folder)[name]) for name in ours), "the ranks have different weights"
+        differences = [float((ours[name].double() - theirs[name].double()).abs().max()) for name in theirs]
+        assert max(differences) <= (1e-5 if backend == "gloo" else 0.0)
+    assert not running(["healing_script.py", str(folder)])
+
+
 def test_the_log_says_how_many_ranks_were_lost_and_whether_a_step_is_repeated() -> None:
-    lost = [Entry("a", 0, 1, 10, signal=9), Entry("b", 2, 1, 11, signal=11)]
+    lost = [Entry("a", 0, 1, signal=9), Entry("b", 2, 1, signal=11)]
     assert _healed_sentence(lost[:1], 8, 60, 2.04) == (
         "rank 0 (killed by signal 9) was lost after step 8; a new process took its place after 2.0 s, and step 9 is repeated"
     )

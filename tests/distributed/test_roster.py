@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import subprocess
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from stoker.distributed.roster import Roster, RosterFailed, RosterStore
+from stoker.process_life import facts_of
 
 
 def nothing() -> None:
@@ -84,6 +87,28 @@ def test_a_process_that_replaces_a_member_waits_for_the_next_roster() -> None:
     assert [(entry.rank, entry.signal) for entry in after.lost] == [(1, 6), (2, 9)]
     assert after.entries[0].token == before.entries[0].token
     assert after.entries[1].token != before.entries[1].token
+
+
+def test_a_roster_is_over_when_one_of_its_processes_has_ended() -> None:
+    store = dist.HashStore()
+    sides = [agree(store, rank, 2) for rank in (0, 1)]
+    roster, _ = (wait() for _, wait in sides)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        other = dataclasses.replace(roster.entries[1], process=facts_of(process.pid))
+        with_other = Roster(roster.number, [roster.entries[0], other])
+        assert sides[0][0].is_current(with_other)
+        process.kill()
+        process.wait()
+        assert not sides[0][0].is_current(with_other)
+
+
+def test_a_roster_is_over_when_one_of_its_processes_waits_for_the_next() -> None:
+    store = dist.HashStore()
+    sides = [agree(store, rank, 2) for rank in (0, 1)]
+    roster, _ = (wait() for _, wait in sides)
+    with pytest.raises(RosterFailed, match="rank 1 did not come back"):
+        sides[0][0].agree((4, 0), "same", None, seconds=0.1, check=nothing)
+    assert not sides[1][0].is_current(roster)
 
 
 def test_a_rank_that_does_not_come_back_is_named() -> None:

@@ -170,15 +170,15 @@ def test_a_balanced_run_resumes_exactly_in_the_middle_of_an_epoch(
 
 
 def test_the_log_names_the_rank_that_was_waited_for(jobs: Callable[[str, int], Ranks], tmp_path: Path) -> None:
-    results = run(jobs("ccl", 2), tmp_path, sleeper=1, num_train_epochs=1)
+    results = run(jobs("ccl", 2), tmp_path, slow=1, num_train_epochs=1)
     logged = [entry for entry in results[0]["history"] if "loss" in entry]
     assert logged
-    assert all(entry["waited_for_rank"] == 1 and entry["waited"] > 0.03 for entry in logged)
+    assert all(entry["waited_for_rank"] == 1 and entry["waited"] > 0 for entry in logged)
     entries = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     rows = [row for entry in entries if entry["kind"] == "waits" for row in entry["rows"]]
     steps = [row[0] for row in rows]
     assert steps == list(range(1, len(steps) + 1))
-    assert all(row[1] == 1 and row[2] > 0.05 and row[3] == 0 for row in rows[1:])
+    assert all(row[1] == 1 and row[2] > 0 and row[3] == 0 for row in rows)
 
 
 def test_an_accelerator_loop_averages_every_k_steps_and_before_it_saves(

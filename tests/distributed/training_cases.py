@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ GLOBAL_BATCH = 8
 
 
 def train(rank: int, size: int, folder: str, changed: dict[str, Any]) -> dict[str, Any]:
-    """Trains on `size` ranks with the same global batch whatever their number; the seconds that ranks slept are theirs."""
+    """Trains on `size` ranks with the same global batch whatever their number; rank `slow` is behind in every step."""
     import tiny
     import torch
 
-    rows, sleeper = changed.pop("rows", 61), changed.pop("sleeper", None)
+    rows, slow = changed.pop("rows", 61), changed.pop("slow", None)
     accumulate = changed.get("gradient_accumulation_steps", 1)
     settings = {
         "per_device_train_batch_size": GLOBAL_BATCH // size // accumulate,
@@ -31,8 +32,8 @@ def train(rank: int, size: int, folder: str, changed: dict[str, Any]) -> dict[st
     resume = changed.pop("resume", None)
     settings.update(changed)
     trainer = tiny.trainer(folder, model=tiny.tiny_model(dropout=0.0), data=tiny.TinyData(rows), **settings)
-    if sleeper is not None:
-        _sleep_in_forward(trainer, rank == sleeper)
+    if slow is not None:
+        _fall_behind(trainer, rank == slow, Path(folder))
     tokens = _count_tokens(trainer)
     trainer.train(resume_from_checkpoint=resume)
     flat = torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()]).numpy()
@@ -45,16 +46,30 @@ def train(rank: int, size: int, folder: str, changed: dict[str, Any]) -> dict[st
     }
 
 
-def _sleep_in_forward(trainer: Any, asleep: bool) -> None:
+def _fall_behind(trainer: Any, behind: bool, folder: Path) -> None:
+    """The rank that is `behind` begins each step when the other one has all its gradients, however busy the machine is."""
     import time
 
-    original = trainer.compute_loss
+    original, steps = trainer.compute_loss, itertools.count(1)
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    gradients = itertools.count(1)
+
+    def note(parameter: Any) -> None:
+        step, rest = divmod(next(gradients), len(trained))
+        if not rest:
+            (folder / f"gradients-{step}").touch()
 
     def compute_loss(*args: Any, **named: Any) -> Any:
-        time.sleep(0.1 if asleep else 0.0)
+        step = next(steps)
+        while not (folder / f"gradients-{step}").exists():
+            time.sleep(0.01)
         return original(*args, **named)
 
-    trainer.compute_loss = compute_loss
+    if behind:
+        trainer.compute_loss = compute_loss
+    else:
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(note)
 
 
 def _count_tokens(trainer: Any) -> list[int]:

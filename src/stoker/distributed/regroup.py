@@ -8,17 +8,18 @@ others took part long ago.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from stoker.distributed import job_store
+from stoker.distributed.forming import NotFormed, Watch, WatchedStore, open_sockets, opened_since, shut_down
 from stoker.distributed.lost_rank import healing_directory, is_joining, lost_machines
 from stoker.distributed.roster import Roster, RosterStore
 from stoker.requires import require
@@ -26,13 +27,9 @@ from stoker.requires import require
 __all__ = ["HealingGroup", "NotFormed", "is_lost_connection"]
 
 _FORMING = timedelta(seconds=60)
-"""How long a process waits for another one while a group is formed. One that is killed in that moment is noticed then."""
+"""How long a process waits in the store for another one, once the first group was formed."""
 _POLL = 0.5
 """Seconds between looks whether a machine was lost."""
-
-
-class NotFormed(Exception):
-    """A process of the roster was lost before the group was formed."""
 
 
 class HealingGroup:
@@ -45,8 +42,7 @@ class HealingGroup:
         require("healing")
         self.rank, self.size = rank, size
         self._backend, self._timeout = backend, timeout
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        client = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_FORMING)
+        client = job_store.connect(_FORMING)
         self._store = dist.PrefixStore("stoker/heal", client)
         self.roster_store = RosterStore(self._store, rank, size)
         self._sockets: dict[int, str] = {}
@@ -54,6 +50,8 @@ class HealingGroup:
         """While a group is formed: the sockets that there were before."""
         self._known_losses = 0
         """Of machines, when the group was formed."""
+        self._watched: dist.Store | None = None
+        """The store of the group, which torch uses, but does not keep alive."""
         HealingGroup.current = self
         if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:  # set by torchrun's agent: the number of machines
             threading.Thread(target=self._leave_lost_machines, daemon=True).start()
@@ -70,25 +68,35 @@ class HealingGroup:
     def leave(self) -> None:
         """Leaves the group after an operation has failed, so that the operations of other ranks in it fail, too."""
         # gloo has no abort: a rank that does not exchange data with the lost one would wait until its timeout.
-        _shut_down(self._sockets)
+        shut_down(self._sockets)
         if not dist.is_initialized():
+            # init_process_group counts its calls, also one that fails, and the number is part of the names of its keys in the
+            # store. Others, which were not in that call, would wait for keys of other names.
+            torch.distributed.distributed_c10d._world.group_count = 0
             return
         world: Any = dist.group.WORLD
-        if not is_joining():
+        if dist.get_backend() != "fake":
             world.abort()
         dist.destroy_process_group()
 
     def form(self, roster: Roster, check: Callable[[], None]) -> None:
-        """Forms the group of a roster. Raises NotFormed if one of its processes has been replaced meanwhile."""
+        """Forms the group of a roster. Raises NotFormed if one of its processes is lost meanwhile."""
         store = dist.PrefixStore(f"here/{roster.number}", self._store)
         store.set(str(self.rank), "")
-        keys, deadline = [str(rank) for rank in range(self.size)], time.monotonic() + _FORMING.total_seconds()
-        while not store.check(keys):
-            check()
-            if time.monotonic() > deadline or not self.roster_store.is_current(roster):
-                raise NotFormed
-            time.sleep(0.02)
-        self._form(roster.number)
+        keys = [str(rank) for rank in range(self.size)]
+        watch = Watch(lambda: self.roster_store.is_current(roster), self.size)
+        try:
+            with watch:
+                while not store.check(keys):
+                    check()
+                    watch.check()
+                    time.sleep(0.02)
+                self._form(roster.number, watch)
+        except Exception as error:
+            if watch.over:
+                raise NotFormed from error
+            raise
+        watch.check()  # a part of what was formed may have been ended already
 
     def _leave_lost_machines(self) -> None:
         """Ends the connections of the group when a machine was lost: one without power does not close its own."""
@@ -97,18 +105,20 @@ class HealingGroup:
             time.sleep(_POLL)
             if lost_machines(directory) > self._known_losses:
                 before = self._sockets_before
-                _shut_down(self._sockets if before is None else _opened_since(before))
+                shut_down(self._sockets if before is None else opened_since(before))
 
-    def _form(self, number: int) -> None:
+    def _form(self, number: int, watch: Watch | None = None) -> None:
         directory = healing_directory()
         self._known_losses = lost_machines(directory) if directory is not None else 0
-        self._sockets_before = before = _open_sockets()
-        store = dist.PrefixStore(f"group/{number}", self._store)
+        self._sockets_before = before = open_sockets()
+        store: dist.Store = dist.PrefixStore(f"group/{number}", self._store)
+        if watch is not None:
+            store = self._watched = WatchedStore(store, watch)
         try:
             dist.init_process_group(
                 self._backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout
             )
-            self._sockets = _opened_since(before)
+            self._sockets = opened_since(before)
         finally:
             self._sockets_before = None
 
@@ -122,31 +132,3 @@ def is_lost_connection(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _open_sockets() -> dict[int, str]:
-    """The sockets of this process: descriptors, and names that no other socket ever has."""
-    found = {}
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{entry}")
-            if name.startswith("socket:"):
-                found[int(entry)] = name
-    return found
-
-
-def _opened_since(before: dict[int, str]) -> dict[int, str]:
-    return {descriptor: name for descriptor, name in _open_sockets().items() if before.get(descriptor) != name}
-
-
-def _shut_down(sockets: dict[int, str]) -> None:
-    """Ends the connections among `sockets` without closing them: their owner finds out as if the other side had ended them."""
-    for descriptor, name in sockets.items():
-        with contextlib.suppress(OSError):
-            copy = os.dup(descriptor)  # which stays open, whatever another thread closes
-            if os.readlink(f"/proc/self/fd/{copy}") != name:
-                os.close(copy)
-                continue
-            with socket.socket(fileno=copy) as one:
-                one.getpeername()  # raises for a socket that listens, whose owner would abort the process
-                one.shutdown(socket.SHUT_RDWR)

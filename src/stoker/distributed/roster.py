@@ -12,9 +12,11 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from stoker.process_life import facts_of, is_alive
 
 __all__ = ["Entry", "Roster", "RosterFailed", "RosterStore"]
 
@@ -34,13 +36,14 @@ class Entry:
     rank: int
     after: int
     """The number of the last roster that this process knows; the next one is formed of entries that know the same."""
-    pid: int
     position: tuple[int, int] | None = None
     """How far the training is that this process has in memory; None if it has nothing, as one that has just started."""
     signal: int | None = None
     """In a process that replaces another: the signal that ended that one."""
     facts: str = ""
     """A digest of model, data and settings, which must be the same on all ranks."""
+    process: Mapping[str, Any] = field(default_factory=dict)
+    """By which other processes of its machine find out that it has ended (`stoker.process_life`)."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ class RosterStore:
                 continue  # it was formed with the process whose place this one takes
             if announced != self._known:
                 announced = self._known
-                own = Entry(self._token, self._rank, announced, os.getpid(), position, signal, facts)
+                process = facts_of(os.getpid())
+                own = Entry(self._token, self._rank, announced, position, signal, facts, process)
                 self._store.set(f"entry/{self._rank}", json.dumps(asdict(own)))
             if not self._publish(self._known + 1):
                 time.sleep(_POLL)
@@ -104,9 +108,17 @@ class RosterStore:
         raise RosterFailed(f"rank {', '.join(map(str, missing))} did not come back within {seconds:.0f} s")
 
     def is_current(self, roster: Roster) -> bool:
-        """Whether every process of the roster is still the newest of its rank."""
-        now = self._entries()
-        return all(entry is not None and entry.token == roster.entries[entry.rank].token for entry in now)
+        """Whether the processes of the roster can still form its group.
+
+        They cannot if one of them has ended, was replaced, or has given up and waits for the next roster. That a process on
+        another machine has ended is known only when it was replaced.
+        """
+        if any(is_alive(entry.process) is False for entry in roster.entries):
+            return False
+        return all(
+            now is not None and (now.token, now.after) == (then.token, then.after)
+            for now, then in zip(self._entries(), roster.entries, strict=True)
+        )
 
     def _entries(self) -> list[Entry | None]:
         keys = [f"entry/{rank}" for rank in range(self._size)]

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from stoker.distributed import messages
 from stoker.distributed.lost_rank import LostRank, healing_directory, is_joining, joined, replaceable
 from stoker.distributed.preload import Preload
 from stoker.distributed.regroup import HealingGroup, NotFormed, is_lost_connection
@@ -227,7 +228,7 @@ class Healing:
 
     def _take_boundary(self, roster: Roster, directory: Path) -> str:
         trainer, donor = self._trainer, roster.donor
-        boundary: Boundary = state_transfer.from_rank(self._boundary, donor.rank)
+        boundary = Boundary.from_rank(self._boundary, donor.rank)
         if boundary.repeats >= _REPEATS:
             raise RosterFailed(
                 f"step {boundary.position[0] + 1} was repeated {_REPEATS} times, and a rank was lost each time"
@@ -361,7 +362,7 @@ class Healing:
         """As the keeper of the lost rank saw it, or, if that was lost with its machine, as another rank did. A collective."""
         own = self._replaced.seconds_ago if self._replaced else time.monotonic() - self._noticed
         lost = roster.lost[0]
-        return float(state_transfer.from_rank(own, lost.rank if lost.signal else roster.donor.rank))
+        return float(messages.broadcast(own, lost.rank if lost.signal else roster.donor.rank))
 
     def _make_up(self, boundary: Boundary) -> None:
         """What the step before the loss was to be followed by: logging, an evaluation, a checkpoint, the end of an epoch."""

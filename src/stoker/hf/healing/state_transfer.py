@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stoker.distributed import messages
 from stoker.distributed.agreement import from_all_ranks
 from stoker.kernels.frozen_parameter import FrozenWeight
 
-__all__ = ["StateDiffers", "from_rank", "require_same_state", "send_optimizer_state", "send_weights"]
+__all__ = ["StateDiffers", "require_same_state", "send_optimizer_state", "send_weights"]
 
 _SMALL = 1024
 """Tensors with at most so many elements are sent with the description, not one by one."""
@@ -24,13 +25,6 @@ _SMALL = 1024
 
 class StateDiffers(RuntimeError):
     """The ranks do not have the same model or the same state: training must not continue."""
-
-
-def from_rank(value: Any, sender: int) -> Any:
-    """The `value` of one rank; it must be picklable. A collective."""
-    values = [value]
-    dist.broadcast_object_list(values, sender)
-    return values[0]
 
 
 @torch.no_grad()
@@ -52,28 +46,21 @@ def send_weights(model: nn.Module, sender: int) -> None:
 def send_optimizer_state(optimizer: Any, sender: int) -> dict[int, dict[str, Any]]:
     """The sender's state of each parameter, by its number in the optimizer. A collective."""
     state = optimizer.state_dict()["state"] if dist.get_rank() == sender else {}
-    shown = {key: {name: _description(value) for name, value in values.items()} for key, values in state.items()}
+    shown = [(key, name, *_description(value)) for key, values in state.items() for name, value in values.items()]
     found: dict[int, dict[str, Any]] = {}
-    for key, values in from_rank(shown, sender).items():
-        found[key] = {}
-        for name, value in values.items():
-            if isinstance(value, _Large):
-                tensor = state[key][name].contiguous() if state else torch.empty(value.shape, dtype=value.dtype)
-                dist.broadcast(tensor, sender)
-                value = tensor
-            found[key][name] = value
+    for key, name, value, shape in messages.broadcast(shown, sender):
+        if shape is not None:  # `value` has the tensor's type, and none of its elements
+            value = state[key][name].contiguous() if state else torch.empty(shape, dtype=value.dtype)
+            dist.broadcast(value, sender)
+        found.setdefault(key, {})[name] = value
     return found
 
 
-class _Large:
-    """Stands for a tensor that is sent on its own."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-
-def _description(value: Any) -> Any:
-    return _Large(value) if isinstance(value, torch.Tensor) and value.numel() > _SMALL else value
+def _description(value: Any) -> tuple[Any, tuple[int, ...] | None]:
+    """What is sent of a value at first; for a tensor that is sent on its own, its type and its shape."""
+    if isinstance(value, torch.Tensor) and value.numel() > _SMALL:
+        return torch.empty(0, dtype=value.dtype), tuple(value.shape)
+    return value, None
 
 
 def _send_tensor(tensor: torch.Tensor, sender: int) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerState
 
+from stoker.distributed import messages
 from stoker.hf.checkpointing import random_state
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _REQUESTS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop"
 _FIGURES = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen",
             "current_flos")  # fmt: skip
 _RANDOM_BYTES = 16 * 1024
-"""Room for the state of three generators: torch's has 5,056 bytes, Python's and NumPy's 2,500 each."""
+"""Room for the state of three generators in base64: torch's has 5,056 bytes, Python's and NumPy's 2,500 each."""
 
 
 @dataclass
@@ -90,6 +91,18 @@ class Boundary:
             repeats=repeats,
         )
 
+    @classmethod
+    def from_rank(cls, own: Boundary | None, sender: int) -> Boundary:
+        """The boundary of one rank; `own` is this rank's. A collective."""
+        values = None
+        if own is not None:
+            values = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
+            values["state"] = dataclasses.asdict(own.state)  # what trainer_state.json has
+        sent = messages.broadcast(values, sender)
+        if own is not None and dist.get_rank() == sender:
+            return own
+        return cls(**{**sent, "state": TrainerState(**sent["state"])})
+
     def with_figures_of(self, other: Boundary | None) -> Boundary:
         """This boundary with the sums of another one of the same position, which this rank had in memory."""
         if other is None or other.position != self.position:
@@ -128,9 +141,10 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def exchange_random_states() -> list[torch.Tensor]:
     """The state of the generators of each rank. A collective: a rank that returns knows that all ranks have called it."""
-    data = pickle.dumps(random_state.current())
-    own = torch.zeros(_RANDOM_BYTES, dtype=torch.uint8)
-    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)  # a pickle knows where it ends
+    (version, numbers, normal), numpys, torchs = random_state.current()
+    state = ((version, np.asarray(numbers, dtype=np.uint32), normal), numpys, torchs)
+    data = messages.encode(state).ljust(_RANDOM_BYTES)  # JSON may end with blanks
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, own)
     return rows
@@ -138,4 +152,5 @@ def exchange_random_states() -> list[torch.Tensor]:
 
 def use_random_state(row: torch.Tensor) -> None:
     """Sets the generators of this process to a state that `exchange_random_states` has returned."""
-    random_state.use(pickle.loads(row.numpy().tobytes()))
+    (version, numbers, normal), numpys, torchs = messages.decode(row.numpy().tobytes())
+    random_state.use(((version, tuple(numbers.tolist()), normal), numpys, torchs))
