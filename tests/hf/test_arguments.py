@@ -21,7 +21,7 @@ from stoker.hf.retired import RETIRED
 
 @pytest.fixture(autouse=True)
 def _forget_earlier_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_WARNED", set())
+    monkeypatch.setattr(module, "WARNED", set())
 
 
 def parse(*words: str) -> TrainingArguments:

@@ -48,7 +48,6 @@ RETIRED_EVERYWHERE = ("use_ipex", "xpu_backend", "ccl")
 RETIRED_SINCE_5 = (
     *RETIRED_EVERYWHERE,
     "no_cuda",
-    "overwrite_output_dir",
     "warmup_ratio",
     "group_by_length",
     "logging_dir",

@@ -57,6 +57,24 @@ def test_a_job_that_slurm_has_queued_again_is_a_restart(tmp_path: Path) -> None:
     assert not Start.read(tmp_path, again).again, "a script that trains twice"
 
 
+def test_a_failure_before_the_run_began_is_no_restart(tmp_path: Path) -> None:
+    again = {**RANK, "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert Start.read(tmp_path, again).again, "there is no other run"
+    write(tmp_path, start([1], [2, 3]))
+    assert not Start.read(tmp_path, again).again
+
+
+def test_a_complete_job_is_told_from_one_that_was_stopped(tmp_path: Path) -> None:
+    job = {"STOKER_RUN_ID": "trial-1"}
+    begun = {**start([], [2]), "job": "trial-1"}
+    write(tmp_path, begun, {"kind": "end", "reason": "finished"})
+    assert not restart.job_is_complete(tmp_path, job), "killed in its last evaluation"
+    write(tmp_path, begun, {"kind": "end", "reason": "finished"}, {"kind": "complete"})
+    assert restart.job_is_complete(tmp_path, job)
+    assert not restart.job_is_complete(tmp_path, {"STOKER_RUN_ID": "trial-2"})
+    assert not restart.job_is_complete(tmp_path, {})
+
+
 @pytest.mark.parametrize("agent", [{}, RANK])
 def test_new_pods_of_the_same_job_are_a_restart(tmp_path: Path, agent: dict[str, str]) -> None:
     write(tmp_path, {**start([1], [2, 3]), "job": "trial-1"})

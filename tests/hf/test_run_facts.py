@@ -79,8 +79,8 @@ def test_training_on_random_rows_reads_the_sample_once_and_resumes_without_a_war
     tree_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings: dict[str, Any] = {"max_steps": 4, "save_steps": 1}
-    original, reads = run_facts._sample, []
-    monkeypatch.setattr(run_facts, "_sample", lambda *args: reads.append(args) or original(*args))
+    original, reads = run_facts.read_sample, []
+    monkeypatch.setattr(run_facts, "read_sample", lambda *args: reads.append(args) or original(*args))
     tiny.trainer(tree_path, data=RandomRows(), **settings).train()
     assert len(reads) == 1
     with caplog.at_level("WARNING", logger="stoker"):

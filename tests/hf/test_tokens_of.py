@@ -57,7 +57,7 @@ def test_tokens_are_counted_without_padding(dataset: Any) -> None:
 
 
 def test_a_large_dataset_is_not_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_LENGTHS_READ", 3)
+    monkeypatch.setattr(ranks, "LENGTHS_READ", 3)
     assert tokens_of(Rows(masked=True), "length") is None
 
 

@@ -122,8 +122,8 @@ class TrainingArguments(_DerivedArguments, transformers.TrainingArguments):  # t
             os.environ["TENSORBOARD_LOGGING_DIR"] = os.path.expanduser(value)
         elif row.name == "use_ipex" and not value:
             return "use_ipex=False: the model is not optimised"
-        elif row.name == "overwrite_output_dir" and not value:
-            return ""
+        elif row.name == "overwrite_output_dir":
+            return ""  # the Trainer logs it where there are checkpoints that it does not use
         return f"{row.name}: {row.now}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -163,11 +163,11 @@ def _refuse_non_finite(args: TrainingArguments) -> None:
             raise InvalidArgument(f"{one.name} is {value}; it must be a finite number{instead}")
 
 
-_WARNED: set[str] = set()
+WARNED: set[str] = set()
 """The warnings that this process has given."""
 
 
 def _warn_once(line: str) -> None:
-    if line not in _WARNED:
-        _WARNED.add(line)
+    if line not in WARNED:
+        WARNED.add(line)
         log.warning("%s", line)

@@ -39,7 +39,7 @@ BUCKET_MB = 100
 """DDP's bucket size on CPUs. Within a host 25 and 100 MB took the same time (docs/distributed.md); of the two, 100 MB needs
 fewer collectives, each of which waits for the slowest rank."""
 
-_LENGTHS_READ = 50_000  # rows of a dataset that does not know its lengths; reading more would delay the first step
+LENGTHS_READ = 50_000  # rows of a dataset that does not know its lengths; reading more would delay the first step
 
 
 class Ranks:
@@ -246,7 +246,7 @@ def tokens_of(dataset: Any, column: str) -> NDArray[np.int64] | None:
         view = dataset.with_format("numpy", columns=["attention_mask"])
         parts = (view[i : i + 1000]["attention_mask"] for i in range(0, len(dataset), 1000))
         return np.fromiter((int(np.sum(row)) for part in parts for row in part), np.int64, len(dataset))
-    if len(dataset) > _LENGTHS_READ:
+    if len(dataset) > LENGTHS_READ:
         return None
     rows = (dataset[i] for i in range(len(dataset)))
     counts = (int(np.sum(row["attention_mask"])) if "attention_mask" in row else len(row["input_ids"]) for row in rows)

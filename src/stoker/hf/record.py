@@ -40,6 +40,8 @@ class Recorder:
         self.log = RunLog(trainer.args.output_dir)
         self.task: dict[str, Any] = {}
         """Name, model and command of the task, for the start entry."""
+        self.began_at = 0
+        """The step after which this training began."""
         self._begun = False
 
     @property
@@ -49,12 +51,13 @@ class Recorder:
 
     def begin(self, checkpoint: Path | None, start: dict[str, Any]) -> None:
         self._begun = True
+        self.began_at = _step_of(checkpoint) if checkpoint else 0
         if not self._on:
             return
         if checkpoint is None:
             self.log.start_over()
         facts: dict[str, Any] = {
-            "resumed_at": _step_of(checkpoint) if checkpoint else None,
+            "resumed_at": self.began_at if checkpoint else None,
             "command": shlex.join(without_secrets([Path(sys.argv[0]).name, *sys.argv[1:]])),
             "versions": {"stoker": __version__, "torch": str(torch.__version__),
                          "transformers": transformers.__version__, "python": platform.python_version()},
@@ -114,7 +117,7 @@ class Recorder:
             )
         elif any(name.startswith("eval_") for name in logs):
             self.log.write("evaluation", **figures)
-        elif "train_runtime" in logs:
+        elif "train_runtime" in logs and self.trainer.state.global_step > self.began_at:
             self.log.write("trained", **figures)
 
     def write(self, kind: str, **values: Any) -> None:

@@ -193,6 +193,8 @@ def _check_range(options: Any) -> None:
         value = getattr(options, name, None)
         if value is not None and not value >= least:
             raise UserError(f"--{name} is {value}; it must be {least} or more")
+    if (steps := getattr(options, "max_steps", None)) is not None and steps < 1 and steps != -1:
+        raise UserError(f"--max_steps is {steps}; it must be 1 or more, or -1 to train for --num_train_epochs")
     for name, limit in _BELOW.items():
         value = getattr(options, name, None)
         if value is not None and not value < limit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from rich.console import Console
 from stoker.errors import UserError, one_line
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.batches import lengths_of
-from stoker.hf.checkpointing import lock
+from stoker.hf.checkpointing import folders, lock, restart, same_run
 from stoker.hf.checkpointing.restart import Start
 from stoker.hf.measured_rates import machine_rates
 from stoker.hf.secrets import without_secrets
@@ -25,6 +26,7 @@ from stoker.run_report.live_process import start_live
 from stoker.tasks import memory_estimate, recipe
 from stoker.tasks.collate import Collator
 from stoker.tasks.display import use_display
+from stoker.tasks.file_patterns import expand
 from stoker.tasks.loading import quiet
 from stoker.tasks.model_folder import exported_file
 from stoker.tasks.training_options import OptionParser, check_optimizer, given
@@ -161,11 +163,18 @@ def _check_output(args: Any) -> None:
         raise UserError(f"--output_dir {args.output_dir} cannot be created: {error.strerror}") from None
     if args.do_train and args.world_size == 1:
         lock.take(Path(args.output_dir)).release()  # training takes it again; fail now if another run holds it
-    try:
-        for kind in get_reporting_integration_callbacks(args.report_to):
-            kind()
-    except (ValueError, RuntimeError, ImportError) as error:
-        raise UserError(f"--report_to {' '.join(args.report_to)}: {one_line(error)}") from None
+    for name in args.report_to:
+        try:
+            for kind in get_reporting_integration_callbacks([name]):
+                kind()
+        except (ValueError, RuntimeError, ImportError) as error:
+            missing = name in _SERVICES and importlib.util.find_spec(name) is None
+            why = f"{name} is not installed; pip install {name}" if missing else one_line(error)
+            raise UserError(f"--report_to {name}: {why}") from None
+
+
+_SERVICES = ("tensorboard", "mlflow", "wandb", "trackio")
+"""Services whose package has the name of the service."""
 
 
 def wanted_splits(args: Any) -> list[str]:
@@ -199,6 +208,7 @@ def check_and_describe(
         "task": job.task,
         "model": job.model.model_name_or_path,
         "command": shlex.join(job.command),
+        "settings": same_run.settings_of((job.model, job.data, args)),
         **facts,
     }
     return len(lengths)
@@ -209,19 +219,54 @@ def train(job: Job, trainer: Trainer, **settings: Any) -> None:
     args = job.args
     rows = check_and_describe(job, trainer, **settings)
     folder = Path(args.output_dir)
-    with lock.only_run_in(folder, restarted=Start.read(folder).again):
+    start = Start.read(folder)
+    with lock.only_run_in(folder, restarted=start.again):
+        checkpoint = _resume_point(job, trainer, restarted=start.again)
         if args.should_save:
             recipe.write(folder, job.task, job.argv)
-        checkpoint = trainer.resume_point()
-        if checkpoint is not None and not args.resume_from_checkpoint:
-            job.print(f"resuming from {checkpoint} (--overwrite_output_dir starts over)")
         result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.save_model(_internal_call=True)  # `finish` publishes it, together with card and report
-        seconds, loss = result.metrics.get("train_runtime", 0.0), result.metrics.get("train_loss", 0.0)
+        _report_training(job, trainer, result, rows)
+
+
+def _resume_point(job: Job, trainer: Trainer, *, restarted: bool) -> Path | None:
+    """The checkpoint to resume from; UserError, before anything is written, if this run cannot continue it. A collective."""
+    args = job.args
+    names = job.data.train_file or []
+    files = expand([names] if isinstance(names, str) else names, "--train_file")
+    trainer.origin = same_run.origin_facts(job.task, (job.model, job.data, args), trainer.model, files)
+    used = bool(folders.all_checkpoints(Path(args.output_dir)))
+    checkpoint = trainer.resume_point()
+    if checkpoint is None and used and not folders.all_checkpoints(Path(args.output_dir)):
+        job.print(f"--overwrite_output_dir: the checkpoints of an earlier run in {args.output_dir} were deleted")
+    if checkpoint is None or restarted:  # an agent or a scheduler starts the same job again
+        return checkpoint
+    requested = bool(args.resume_from_checkpoint)
+    if restart.job_is_complete(Path(args.output_dir)):
+        job.print(f"the run of this job in {args.output_dir} is complete; there is nothing to do")
+        raise SystemExit(0)
+    trainer.require_same_run(checkpoint, requested=requested)
+    if not requested:
+        job.print(f"resuming from {checkpoint} (--overwrite_output_dir starts over)")
+    return checkpoint
+
+
+def _report_training(job: Job, trainer: Trainer, result: Any, rows: int) -> None:
+    metrics, history = {**result.metrics, "train_samples": rows}, trainer.state.log_history
+    if result.global_step > trainer.recorder.began_at:
+        seconds, loss = metrics.get("train_runtime", 0.0), metrics.get("train_loss", 0.0)
         job.print(f"trained to step {result.global_step:,} in {seconds:,.0f} s, mean loss {loss:.3f}")
-        if args.should_save:
-            trainer.save_metrics("train", {**result.metrics, "train_samples": rows})
-            trainer.save_state()
+    else:
+        job.print(f"no step was left to train after step {result.global_step:,}")
+        metrics = {name: value for name, value in metrics.items() if name not in _OF_STEPS}
+        history[-1:] = [one for one in history[-1:] if "train_runtime" not in one]
+    if job.args.should_save:
+        trainer.save_metrics("train", metrics)
+        trainer.save_state()
+
+
+_OF_STEPS = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+"""Figures of the steps that were trained, which are 0 if a run was stopped after its last one."""
 
 
 def evaluate(trainer: Any, examples: int) -> dict[str, Any]:
@@ -295,3 +340,4 @@ def finish(job: Job, trainer: Trainer, metrics: dict[str, Any]) -> None:
     else:
         job.print(f"model in {folder}, report in {write_report(folder)}")
     trainer.publish("End of training")
+    trainer.recorder.write("complete")

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from stoker.distributed.agreement import barrier, once_per_machine
+from stoker.distributed.agreement import barrier, from_first_rank, is_first_rank, once_per_machine
 from stoker.distributed.lost_rank import is_joining
 from stoker.errors import UserError, first_line
-from stoker.hf.checkpointing import choice, command, folders, random_state, run_facts
+from stoker.hf.checkpointing import choice, command, folders, random_state, run_facts, same_run
 from stoker.hf.checkpointing.interrupts import Interrupted, Interrupts
 from stoker.hf.checkpointing.pending_evaluation import PendingEvaluation
 from stoker.hf.checkpointing.restart import Start, accumulation_for_same_batch, newest_of_this_run
@@ -40,6 +40,8 @@ class CheckpointingTrainer(PublishingTrainer):
     ranks: Ranks
     resume_arguments: list[str] | None = None
     """Arguments of the `stoker` command that runs this Trainer; None in a script."""
+    origin: run_facts.Facts | None = None
+    """What `stoker train` adds to the facts of its checkpoints, from `same_run.origin_facts`; None in a script."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -63,12 +65,26 @@ class CheckpointingTrainer(PublishingTrainer):
             return None
         folder, requested = Path(self.args.output_dir), self.args.resume_from_checkpoint
         if requested and str(requested).lower() not in {"true", "1", "yes"}:
-            return Path(requested)
-        if getattr(self.args, "overwrite_output_dir", None) and not requested and not Start.read(folder).again:
+            return choice.named(Path(requested))
+        if self._starts_over and not requested and not Start.read(folder).again:
             self._once_per_machine(lambda: folders.remove_all(folder))
             return None
         self._once_per_machine(lambda: folders.tidy(folder))
         return self._newest_checkpoint(folder) if requested else choice.newest_usable(folder)
+
+    def require_same_run(self, checkpoint: Path, *, requested: bool) -> None:
+        """UserError if `checkpoint` belongs to another run than the one of `origin`, or leaves nothing to train. A collective.
+
+        `requested`: the user has named it, and may have changed settings on purpose.
+        """
+        refusal = None
+        if is_first_rank() and self.model is not None:
+            data = run_facts.data_facts(self.train_dataset)
+            now = {**run_facts.facts_of(self.model, data, self.args), **(self.origin or {})}
+            refusal = same_run.why_not_continued(checkpoint, now, self.args, requested=requested)
+        refusal = from_first_rank(refusal)
+        if refusal is not None:
+            raise UserError(refusal)
 
     def _checkpoint_to_resume(self, start: Start, requested: str | bool | None) -> Path | None:
         """After a restart the newest checkpoint of this run, otherwise the requested one. A collective."""
@@ -82,7 +98,13 @@ class CheckpointingTrainer(PublishingTrainer):
             checkpoint = self._newest_checkpoint(folder) if requested is True else choice.named(Path(requested))
         if checkpoint is not None:
             self._warn_of_differences(checkpoint)
+        elif self._starts_over and not start.again and folders.all_checkpoints(folder) and self.is_world_process_zero():
+            log.warning("overwrite_output_dir: the checkpoints in %s are not resumed from", folder)
         return checkpoint
+
+    @property
+    def _starts_over(self) -> bool:
+        return bool(getattr(self.args, "overwrite_output_dir", None))
 
     def _newest_checkpoint(self, folder: Path) -> Path:
         checkpoint = choice.newest_usable(folder)
@@ -165,7 +187,7 @@ class CheckpointingTrainer(PublishingTrainer):
                 self.state.best_model_checkpoint = str(path)
             self.state.save_to_json(str(written / "trainer_state.json"))
         if self.model is not None and self.train_dataset is not None:
-            facts = run_facts.facts_of(self.model, self._data_facts, self.args)
+            facts = {**run_facts.facts_of(self.model, self._data_facts, self.args), **(self.origin or {})}
             if self._pending_evaluation.due:
                 facts["due"] = {"evaluation": True}
             run_facts.write(written, facts)

@@ -35,16 +35,16 @@ class Launch:
     """The launcher that started `stoker launch` in each rank, such as Intel MPI; None if `stoker launch` started the ranks."""
 
 
-_launches: list[Launch] = []
+launches: list[Launch] = []
 """The launch of this process, set before the script starts; empty without one."""
 
 
 def launched_as(found: Launch) -> None:
-    _launches[:] = [found]
+    launches[:] = [found]
 
 
 def launch() -> Launch | None:
-    return _launches[0] if _launches else None
+    return launches[0] if launches else None
 
 
 def resuming(checkpoint: Path, arguments: Sequence[str] | None = None) -> str:

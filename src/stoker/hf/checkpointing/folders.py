@@ -23,8 +23,8 @@ from stoker.errors import UserError
 from stoker.hf.checkpointing import manifest
 from stoker.whole_files import remove_unfinished
 
-__all__ = ["all_checkpoints", "candidates", "full_disk_as_user_error", "last_good", "publish", "publish_staged",
-           "put_in_place", "remove_all", "rotate", "seal_again", "staging", "tidy", "warn_of_skipped",
+__all__ = ["all_checkpoints", "candidates", "disk_is_full", "full_disk_as_user_error", "last_good", "publish", "publish_staged",
+           "put_in_place", "remove_all", "rotate", "seal_again", "shortage", "staging", "tidy", "warn_of_skipped",
            "why_unusable"]  # fmt: skip
 
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -232,12 +232,12 @@ def full_disk_as_user_error(folder: Path, target: Path, needed: int) -> Iterator
     try:
         yield
     except Exception as error:
-        if _disk_is_full(error, folder, needed):
+        if disk_is_full(error, folder, needed):
             raise UserError(_disk_full_message(folder, target)) from None
         raise
 
 
-def _disk_is_full(error: BaseException, folder: Path, needed: int) -> bool:
+def disk_is_full(error: BaseException, folder: Path, needed: int) -> bool:
     """Whether `error` was caused by a full disk or a file size limit; each library reports that in its own way."""
     seen: BaseException | None = error
     while seen is not None:
@@ -258,16 +258,19 @@ def _largest_file() -> float:
     return math.inf if most == resource.RLIM_INFINITY else most
 
 
+def _limited_by_file_size(folder: Path) -> bool:
+    return _largest_file() < shutil.disk_usage(folder).free
+
+
+def shortage(folder: Path, what: str) -> str:
+    """Says that `what` could not be written into `folder`, and which of the two limits is to blame."""
+    if _limited_by_file_size(folder):
+        return f"{what} could not be written: the size limit of a file is {_largest_file() / 1e6:,.1f} MB (ulimit -f)"
+    return f"the disk of {folder} is full ({shutil.disk_usage(folder).free / 1e6:,.0f} MB left): {what} could not be written"
+
+
 def _disk_full_message(folder: Path, target: Path) -> str:
-    free, most = shutil.disk_usage(folder).free / 1e6, _largest_file() / 1e6
     last = last_good(folder)
     kept = f"{last} is the last good checkpoint, and complete" if last else "there is no earlier checkpoint"
-    if most < free:
-        return (
-            f"{target.name} could not be written: the size limit of a file is {most:,.1f} MB (ulimit -f); {kept}. Raise that "
-            "limit, then resume"
-        )
-    return (
-        f"the disk of {folder} is full ({free:,.0f} MB left): {target.name} could not be written; {kept}. "
-        "Make room, or use --save_total_limit, then resume"
-    )
+    advice = "Raise that limit" if _limited_by_file_size(folder) else "Make room, or use --save_total_limit"
+    return f"{shortage(folder, target.name)}; {kept}. {advice}, then resume"

@@ -18,10 +18,11 @@ from typing import Any
 from stoker.distributed.agreement import from_all_ranks, from_first_rank
 from stoker.distributed.lost_rank import is_joining
 from stoker.hf.checkpointing import choice
+from stoker.hf.checkpointing.same_run import is_complete
 from stoker.process_life import parent_and_start
 from stoker.run_report.log import NAME, read_entries
 
-__all__ = ["Start", "accumulation_for_same_batch", "newest_of_this_run", "run_began"]
+__all__ = ["Start", "accumulation_for_same_batch", "job_is_complete", "newest_of_this_run", "run_began"]
 
 _RANK_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Set in the environment of ranks, not of their agent."""
@@ -59,7 +60,10 @@ class Start:
         rows = from_all_ranks((int(count) if count.isdigit() else 0, agent, _identity(pid)))
         times, agents, processes = max(row[0] for row in rows), {row[1] for row in rows} - {0}, {row[2] for row in rows}
         # Rank 0 decides, because it is about to write to that log.
-        by_agent = from_first_rank(times > 0 or _is_the_same_run(folder / NAME, agents, processes))
+        by_agent = from_first_rank(
+            _is_the_same_run(folder / NAME, agents, processes)
+            or (times > 0 and not _is_another_run(folder / NAME, agents, job))
+        )
         by_scheduler = from_first_rank(
             _may_start_again(environment) and _is_the_same_job(folder / NAME, job, processes)
         )
@@ -85,6 +89,14 @@ def newest_of_this_run(folder: Path) -> Path | None:
     return choice.newest_usable(folder, since=math.inf if began is None else began)
 
 
+def job_is_complete(folder: Path, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a scheduler has started a job again whose run in `folder` was complete. A collective."""
+    job = _job(environment)
+    if not job or not _may_start_again(environment):
+        return False
+    return from_first_rank(is_complete(folder) and any(one.get("job") == job for one in _starts(folder / NAME)))
+
+
 def run_began(folder: Path) -> float | None:
     """When the run in `folder` was first started, by its log; its checkpoints are newer. None without a log."""
     starts = _starts(folder / NAME)
@@ -104,6 +116,14 @@ def accumulation_for_same_batch(before: Mapping[str, Any], batch: int, processes
 
 def _is_the_same_run(log: Path, agents: set[int], processes: set[int]) -> bool:
     return any(agents & set(start.get("agents") or ()) for start in _unfinished(log, processes))
+
+
+def _is_another_run(log: Path, agents: set[int], job: str) -> bool:
+    """Whether the log is of a run that neither these agents nor this job have begun: theirs failed before it began."""
+    starts = _starts(log)
+    return bool(starts) and not any(
+        agents & set(one.get("agents") or ()) or (job and one.get("job") == job) for one in starts
+    )
 
 
 def _is_the_same_job(log: Path, job: str, processes: set[int]) -> bool:

@@ -52,6 +52,8 @@ def facts_of(model: nn.Module, data: dict[str, Any], args: Any) -> Facts:
     """The facts by which two runs are compared, as JSON can hold them; `data` is the result of `data_facts`."""
     run = {name: getattr(args, field, None) for name, field in _RUN_ARGUMENTS.items()}
     run = {name: getattr(value, "value", value) for name, value in run.items()}
+    if (run.get("steps") or 0) > 0:
+        del run["epochs"]  # which it overrides
     run |= {"processes": args.world_size, "threads": torch.get_num_threads()}
     return {"model": _model_facts(model), "data": data, "run": run}
 
@@ -80,12 +82,12 @@ def data_facts(dataset: Any) -> dict[str, Any]:
             random.seed(0)
             np.random.seed(0)
             torch.random.default_generator.manual_seed(0)
-            return {"rows": rows, "sample": _sample(dataset, rows)}
+            return {"rows": rows, "sample": read_sample(dataset, rows)}
     except Exception:  # a dataset may raise anything; the training loop will hit it too, with a traceback
         return {"rows": rows}
 
 
-def _sample(dataset: Any, rows: int) -> str:
+def read_sample(dataset: Any, rows: int) -> str:
     # A few rows represent all: reading every one could take long, and a changed file changes these too.
     digest = hashlib.sha256()
     for index in sorted({0, rows // 3, 2 * rows // 3, rows - 1}) if rows else ():
