@@ -57,6 +57,28 @@ STOKER_API int32_t stoker_count_threads(int32_t threads);
 // Writes to *ghz the mean clock of `threads` cores that are busy at the same time; 0 where it cannot be measured.
 STOKER_API int32_t stoker_clock(double* ghz, int32_t threads);
 
+// --- Virtual threads -----------------------------------------------------------------------------------------------------
+
+// A parallel region of a kernel, all of its calls added up: what it would take on as many threads as the kernels were told.
+typedef struct stoker_region {
+  const char* kernel;  // the exported function
+  const char* where;   // the C++ function that contains the region
+  int64_t line, threads, calls;
+  int64_t units;     // into how many pieces the work could be cut
+  int64_t fewest;    // the same of the call that had the fewest
+  double work;       // seconds of all pieces, one after the other
+  double makespan;   // seconds until the last thread has finished
+  double longest;    // seconds of the longest piece of all
+  double measured;   // seconds that the region really took, its measurement included
+} stoker_region;
+
+// From now on every kernel runs on its calling thread alone, and its regions are recorded; 0: kernels run on real threads again, as they do
+// at first. Forgets what was recorded. While it is called no kernel may run.
+STOKER_API void stoker_virtual_threads(int32_t threads);
+
+// Copies at most `room` of the recorded regions, and returns how many there are.
+STOKER_API int64_t stoker_regions(stoker_region* regions, int64_t room);
+
 // --- Dropout -------------------------------------------------------------------------------------------------------------
 
 // y = x * factor(key, row, column) for x, y (rows, columns): 0 with probability p, else 1 / (1 - p). It is its own gradient:
@@ -218,21 +240,21 @@ typedef struct stoker_attention_call {
   void* dk;             // backward only: strides as k
   void* dv;             // backward only: strides as v
   const float* bias;    // (heads, bias_rows, bias_columns) or null: rows are queries, columns keys
-  float* dbias;         // backward only: (groups, heads, bias_rows, bias_columns), zeroed by the caller, or null
+  float* dbias;         // backward only: (groups, heads, bias_rows, bias_columns) or null; the gradient is in the first of them
   const float* sinks;   // (heads) or null
   float* dsinks;        // backward only: (heads), or null; needs sinks
   float* dq_parts;      // backward only: (key chunks, tokens, heads, head_size); null if no sequence exceeds a key chunk
   const float* cosine;  // (tokens, rotary_half) or null; null if keys have lengths of their own
   const float* sine;    // as cosine
-  const void* position_q;  // (position_rows, heads, head_size), dense, or null
-  const void* position_k;  // as position_q
-  float* dposition_q;      // backward only: (groups, position_rows, heads, head_size), zeroed by the caller, or null
+  const void* position_q;  // (position_rows, heads, head_size), rows position_q_row apart, or null
+  const void* position_k;  // as position_q, rows position_k_row apart
+  float* dposition_q;      // backward only: (groups, position_rows, heads, head_size) or null; the gradient is in the first
   float* dposition_k;      // as dposition_q
   const int64_t* distance_rows;  // (2 * reach - 1) a row of the position tables for each distance from 1 - reach; null without
   const int64_t* starts;      // (sequences + 1) cumulative lengths, from 0
   const int64_t* key_starts;  // the same for k and v: the address of starts, or lengths of their own (cross attention)
   int64_t sequences, heads, kv_heads, head_size, rotary_half, bias_rows, bias_columns;
-  int64_t position_rows, reach;  // reach: at least the longest sequence
+  int64_t position_rows, position_q_row, position_k_row, reach;  // reach: at least the longest sequence
   int64_t groups;                // backward only: in how many parts the gradients of bias and positions are summed
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
   int64_t left, right;  // how many keys before and after its own position a query sees; 2^62 each if keys have own lengths
@@ -278,8 +300,99 @@ typedef struct stoker_product_call {
 STOKER_API int32_t stoker_product(const stoker_product_call* call);
 
 // sums (columns) = the sums of the columns of x (rows, columns), rows row_stride apart.
-STOKER_API int32_t stoker_column_sums(const void* x, int64_t row_stride, int64_t rows, int64_t columns, float* sums,
-                                      int32_t dtype, int32_t threads);
+typedef struct stoker_column_sums_call {
+  const void* x;
+  void* sums;  // of sums_dtype; they are summed in fp32
+  int64_t row_stride, rows, columns;
+  int32_t dtype, sums_dtype, threads;
+} stoker_column_sums_call;
+
+STOKER_API int32_t stoker_column_sums(const stoker_column_sums_call* call);
+
+// One fp32 product c = a b, plus bias, plus c itself if `accumulate`, by a BLAS that the caller has found. `sgemm` is the Fortran function
+//   void sgemm_(const char* transa, const char* transb, const int* m, const int* n, const int* k, const float* alpha, const float* a,
+//               const int* lda, const float* b, const int* ldb, const float* beta, float* c, const int* ldc).
+typedef struct stoker_blas_call {
+  void* sgemm;
+  const void* a;     // (rows, depth); one of its strides is 1
+  const void* b;     // (depth, columns); one of its strides is 1
+  float* c;          // (rows, columns), rows c_stride apart
+  const void* bias;  // (columns) of bias_dtype or null; not with `accumulate`
+  int64_t rows, columns, depth;
+  int64_t a_row, a_column, b_row, b_column, c_stride;  // strides
+  int32_t bias_dtype, accumulate, threads;
+} stoker_blas_call;
+
+STOKER_API int32_t stoker_blas_product(const stoker_blas_call* call);
+
+// --- Rows ----------------------------------------------------------------------------------------------------------------
+
+// z = x + y for (rows, columns) each, z = x if y is null, z = y if x is null, and z = x * factor as stoker_dropout has it if p is
+// not 0; y is null then. y is rounded to `dtype` first; with a y_stride of 0 it is a bias. z may be x or y.
+typedef struct stoker_rows_call {
+  const void* x;  // rows x_stride apart, or null
+  const void* y;  // of y_dtype, rows y_stride apart, or null
+  void* z;        // rows z_stride apart
+  int64_t x_stride, y_stride, z_stride, rows, columns;
+  uint64_t key;  // of the dropout
+  float p;
+  int32_t dtype, y_dtype, threads;
+} stoker_rows_call;
+
+STOKER_API int32_t stoker_add_rows(const stoker_rows_call* call);
+
+// z = factor * x for (rows, columns) each, rounded to z_dtype. With a factor of 1 it converts, or copies. z may be x, if it has its type.
+typedef struct stoker_scale_call {
+  const void* x;  // of dtype, rows x_stride and columns x_column apart
+  void* z;        // of z_dtype, rows z_stride apart
+  int64_t x_stride, x_column, z_stride, rows, columns;
+  float factor;
+  int32_t dtype, z_dtype, threads;
+} stoker_scale_call;
+
+STOKER_API int32_t stoker_scale_rows(const stoker_scale_call* call);
+
+// --- Masks ---------------------------------------------------------------------------------------------------------------
+
+// The tokens of a mask (rows, columns): where they begin in each row, how many there are, and where each of them is. Called with a
+// null `index` it counts; called again with that result it fills index, positions and starts.
+typedef struct stoker_mask_call {
+  const void* mask;     // a byte for each position, not 0 at tokens
+  int64_t* firsts;      // (rows) the column of the first token; 0 if there is none
+  int64_t* counts;      // (rows)
+  int64_t* index;       // (tokens) row * columns + column of each token, in order; or null
+  int64_t* positions;   // (tokens) which token of its row it is
+  int64_t* starts;      // (sequences + 1) the first token of each row that has one, and the end
+  int64_t rows, columns;
+  int64_t tokens, longest, sequences, shifted, broken;  // results: rows with tokens, those that do not begin with one, and those
+                                                        // whose tokens do not follow each other
+} stoker_mask_call;
+
+STOKER_API int32_t stoker_read_mask(stoker_mask_call* call);
+
+// --- Programs ------------------------------------------------------------------------------------------------------------
+
+// A kernel of a program: a function of this file that takes a pointer to its call struct, and that struct.
+typedef struct stoker_step {
+  void* function;
+  void* call;
+} stoker_step;
+
+// A field of 8 bytes in a call struct that is set before the program runs: to bases[base] + offset, or to 0 if that base is 0.
+typedef struct stoker_slot {
+  void* field;
+  int64_t base, offset;
+} stoker_slot;
+
+typedef struct stoker_program {
+  const stoker_step* steps;
+  const stoker_slot* slots;
+  int64_t step_count, slot_count;
+} stoker_program;
+
+// Sets the slots and runs the steps in order; returns the first code that is not STOKER_OK. Addresses are the first bases of a call:
+// inputs, outputs, workspaces, parameters; others are numbers, such as the keys of dropout. One thread at a time may run a program.
+STOKER_API int32_t stoker_run(const stoker_program* program, const int64_t* bases);
 
 // --- Quantized weights ---------------------------------------------------------------------------------------------------
 
@@ -298,6 +411,43 @@ typedef struct stoker_quantized_call {
 STOKER_API int32_t stoker_quantize(const stoker_quantized_call* call);
 STOKER_API int32_t stoker_dequantize(const stoker_quantized_call* call);
 
+// --- Tensors of torch ----------------------------------------------------------------------------------------------------
+
+// How the memory of many tensors is found without Python. All but the last two are functions of torch's stable C interface
+// (torch/csrc/inductor/aoti_torch/c/shim.h), with the codes that they return; the caller looks them up in libtorch.
+typedef struct stoker_tensor_functions {
+  void* is_defined;     // int32_t aoti_torch_is_defined(AtenTensorHandle, bool*)
+  void* layout;         // int32_t aoti_torch_get_layout(AtenTensorHandle, int32_t*)
+  void* device_type;    // int32_t aoti_torch_get_device_type(AtenTensorHandle, int32_t*)
+  void* dtype;          // int32_t aoti_torch_get_dtype(AtenTensorHandle, int32_t*)
+  void* is_contiguous;  // int32_t aoti_torch_is_contiguous(AtenTensorHandle, bool*)
+  void* numel;          // int32_t aoti_torch_get_numel(AtenTensorHandle, int64_t*)
+  void* data_ptr;       // int32_t aoti_torch_get_data_ptr(AtenTensorHandle, void**)
+  void* grad;           // const at::Tensor& c10::TensorImpl::grad() const
+  void* bump_version;   // void torch::autograd::impl::bump_version(const at::Tensor&)
+  int32_t strided, cpu, float32, bfloat16;
+} stoker_tensor_functions;
+
+// Finds the memory of tensors, or of their gradients. Each must be dense, on the CPU, and of the expected type and size.
+typedef struct stoker_read_call {
+  const stoker_tensor_functions* functions;
+  const void* const* tensors;   // (count) the c10::TensorImpl of each, alive during the call; null is a tensor that does not exist
+  const int32_t* dtypes;        // (count) stoker_dtype: STOKER_FLOAT32 or STOKER_BFLOAT16
+  const int64_t* expected;      // (count) elements of each, or null: any number
+  void** addresses;             // (count) result: null where there is no tensor or no gradient
+  int64_t* sizes;               // (count) result: elements of each, 0 where there is none
+  int64_t count;
+  int64_t found;       // result: how many exist
+  int64_t unreadable;  // result: the first that is not as it must be, or -1; then the other results are undefined
+  int32_t gradients;   // not 0: the gradients of the tensors are read
+} stoker_read_call;
+
+STOKER_API int32_t stoker_read_tensors(stoker_read_call* call);
+
+// Tells autograd that the tensors of `call` were changed in place, or their gradients if `gradients` is not 0: those whose address is
+// not null, after stoker_read_tensors.
+STOKER_API int32_t stoker_count_changes(const stoker_read_call* call, int32_t gradients);
+
 // --- Gradient clipping ---------------------------------------------------------------------------------------------------
 
 // Writes to *norm the Euclidean norm of `count` dense fp32 tensors, taken as one vector. sizes: elements of each.
@@ -307,6 +457,33 @@ STOKER_API int32_t stoker_gradient_norm(const float* const* tensors, const int64
 // Multiplies them all by `factor`, in place.
 STOKER_API int32_t stoker_scale_gradients(float* const* tensors, const int64_t* sizes, int64_t count, float factor,
                                           int32_t threads);
+
+// --- AdamW and Adam ------------------------------------------------------------------------------------------------------
+
+// What the tensors begin .. end - 1 of a call have in common.
+typedef struct stoker_adamw_group {
+  double lr, beta1, beta2, weight_decay, eps;
+  int64_t begin, end;
+  int32_t decoupled;  // not 0: weight decay shrinks the parameter (AdamW); 0: it is added to the gradient (Adam)
+  int32_t amsgrad, maximize;
+} stoker_adamw_group;
+
+// One update of many parameters, with the arithmetic of torch's fused optimizers, in place. Each array has one entry per tensor.
+typedef struct stoker_adamw_call {
+  void* const* parameters;       // of dtypes[i]
+  const void* const* gradients;  // of dtypes[i]; a parameter whose gradient is null is left alone, and so is its state
+  void* const* exp_avg;          // of dtypes[i]
+  void* const* exp_avg_sq;       // of dtypes[i]
+  void* const* max_exp_avg_sq;   // of dtypes[i]; read only for groups with amsgrad
+  float* const* steps;           // one number each: how many updates there were; gets one more
+  const int64_t* sizes;          // elements
+  const int32_t* dtypes;         // STOKER_FLOAT32 or STOKER_BFLOAT16
+  const stoker_adamw_group* groups;
+  int64_t group_count;
+  int32_t threads;
+} stoker_adamw_call;
+
+STOKER_API int32_t stoker_adamw(const stoker_adamw_call* call);
 
 // --- Collectives through shared memory -----------------------------------------------------------------------------------
 //
@@ -398,7 +575,8 @@ STOKER_API int32_t stoker_comm_barrier(void* group);
 
 // A pipe of bytes leads from every rank to every other. These calls do not wait, except for sleep; one thread at a time may call
 // them, beside the one that calls collectives.
-// Bytes that were accepted, from the beginning of `data`, or -1: there is no memory (stoker_comm_opening_error).
+// Bytes that were accepted, from the beginning of `data`, or -1: there is no memory (stoker_comm_opening_error). Then the group
+// has failed on all ranks.
 STOKER_API int64_t stoker_comm_write(void* group, int32_t to, const void* data, int64_t bytes);
 
 // Bytes that were there, at most `bytes`.
@@ -411,5 +589,5 @@ STOKER_API int64_t stoker_comm_bell(void* group);
 STOKER_API int32_t stoker_comm_sleep(void* group, int64_t seen, double seconds);
 STOKER_API void stoker_comm_ring(void* group);
 
-// "has died", "has left the group", or null for a rank that is there.
+// "has died", "has left the group", "gave up: " and the reason, or null for a rank that is there.
 STOKER_API const char* stoker_comm_gone(void* group, int32_t rank);

@@ -10,13 +10,15 @@
 #include <exception>
 #include <new>
 
+#include "core/virtual_threads.h"
 #include "stoker.h"
 
 namespace stoker {
 
-// What a C function returns for `body`: no exception may reach its caller.
+// What a C function returns for `body`: no exception may reach its caller. `kernel` is the name of that function.
 template <typename F>
-inline int32_t guarded(F&& body) noexcept {
+inline int32_t guarded(F&& body, const char* kernel = __builtin_FUNCTION()) noexcept {
+  if (VirtualRegion::count()) VirtualRegion::enter(kernel);
   try {
     body();
     return STOKER_OK;
@@ -55,10 +57,17 @@ inline int threads_for(int64_t work, int threads) {
   return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, useful)));
 }
 
-// f(begin, end) over contiguous pieces of [0, n), one per thread. For work whose result does not depend on the split.
+// f(begin, end) over contiguous pieces of [0, n), one per thread. For work whose result does not depend on the split. `where` and
+// `line` are the caller's.
 template <typename F>
-inline void parallel_ranges(int64_t n, int threads, F&& f) {
+inline void parallel_ranges(int64_t n, int threads, F&& f, const char* where = __builtin_FUNCTION(), int line = __builtin_LINE()) {
   if (n <= 0) return;
+  if (VirtualRegion::count()) {
+    VirtualRegion region(Schedule::kRanges, threads, n, where, line);
+    for (int64_t me = 0, count = std::max(threads, 1); me < count; ++me)
+      if (n * me / count < n * (me + 1) / count) region.run([&] { f(n * me / count, n * (me + 1) / count); });
+    return;
+  }
   if (threads <= 1) {
     f(int64_t{0}, n);
     return;
@@ -75,7 +84,12 @@ inline void parallel_ranges(int64_t n, int threads, F&& f) {
 
 // f(task) for each task in [0, n), handed out one at a time: for tasks of unequal size, or cores of unequal speed.
 template <typename F>
-inline void parallel_tasks(int64_t n, int threads, F&& f) {
+inline void parallel_tasks(int64_t n, int threads, F&& f, const char* where = __builtin_FUNCTION(), int line = __builtin_LINE()) {
+  if (VirtualRegion::count()) {
+    VirtualRegion region(Schedule::kTasks, threads, n, where, line);
+    for (int64_t task = 0; task < n; ++task) region.run([&] { f(task); });
+    return;
+  }
   if (threads <= 1 || n <= 1) {
     for (int64_t task = 0; task < n; ++task) f(task);
     return;
@@ -84,6 +98,14 @@ inline void parallel_tasks(int64_t n, int threads, F&& f) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(std::min<int64_t>(threads, n)))
   for (int64_t task = 0; task < n; ++task) trouble.run([&] { f(task); });
   trouble.rethrow();
+}
+
+// f(), which divides its work itself among as many threads.
+template <typename F>
+inline void parallel_elsewhere(int threads, F&& f, const char* where = __builtin_FUNCTION(), int line = __builtin_LINE()) {
+  if (!VirtualRegion::count()) return f();
+  VirtualRegion region(Schedule::kEven, threads, 0, where, line);
+  region.run(f);
 }
 
 }  // namespace stoker

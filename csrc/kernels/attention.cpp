@@ -242,6 +242,15 @@ class Backward {
       : call_(call), dropout_(dropout), size_(call.head_size), width_(round_up(call.head_size, kPanel)),
         sharing_(call.heads / call.kv_heads), positions_(call, true) {}
 
+  // Empties what the task adds to: its part of the gradients of bias and positions.
+  void clear(const BackwardTask& task) const {
+    positions_.clear_gradients(task.kv_head, task.group);
+    if (!call_.dbias) return;
+    const int64_t elements = sharing_ * call_.bias_rows * call_.bias_columns;
+    float* dbias = call_.dbias + (task.group * call_.kv_heads + task.kv_head) * elements;
+    std::fill(dbias, dbias + elements, 0.0f);
+  }
+
   void run(int64_t sequence, const BackwardTask& task) {
     queries_ = span(call_.starts, sequence);
     keys_ = span(call_.key_starts, sequence);
@@ -431,6 +440,18 @@ void combine_dq(const stoker_attention_call& call) {
   }
 }
 
+// Adds all parts of a gradient to the first, in their order.
+void combine_groups(const stoker_attention_call& call, float* parts, int64_t elements) {
+  if (!parts || call.groups == 1) return;
+  parallel_ranges(elements, threads_for(elements * call.groups, call.threads), [&](int64_t begin, int64_t end) {
+    for (int64_t group = 1; group < call.groups; ++group) {
+      const float* part = parts + group * elements;
+#pragma omp simd
+      for (int64_t i = begin; i < end; ++i) parts[i] += part[i];
+    }
+  });
+}
+
 // The sink has the probability exp(sink - lse) and no value: its gradient is that of a score whose dO V^T is 0.
 template <typename Scalar>
 void sink_gradient(const stoker_attention_call& call) {
@@ -488,6 +509,7 @@ void backward(const stoker_attention_call& call) {
   parallel_tasks(static_cast<int64_t>(tasks.size()), call.threads, [&](int64_t index) {
     BackwardTask task = tasks[index];
     Backward<Scalar> worker(call, dropout);
+    if (task.chunk < 0) worker.clear(task);
     for (int64_t position = task.first; position < task.last; ++position) {
       const int64_t sequence = order[position];
       if (task.chunk >= 0) {
@@ -500,6 +522,9 @@ void backward(const stoker_attention_call& call) {
     }
   });
   if (call.dq_parts) combine_dq<Scalar>(call);
+  combine_groups(call, call.dbias, call.heads * call.bias_rows * call.bias_columns);
+  combine_groups(call, call.dposition_q, call.position_rows * call.heads * call.head_size);
+  combine_groups(call, call.dposition_k, call.position_rows * call.heads * call.head_size);
   if (call.dsinks) sink_gradient<Scalar>(call);
 }
 

@@ -25,7 +25,9 @@ static std::vector<Piece> pieces_of(const int64_t* sizes, int64_t count) {
 template <typename F>
 static void for_pieces(const std::vector<Piece>& pieces, int threads, F&& f) {
   const auto count = static_cast<int64_t>(pieces.size());
-  parallel_ranges(count, static_cast<int>(std::min<int64_t>(threads, count)), [&](int64_t begin, int64_t end) {
+  int64_t elements = 0;
+  for (const Piece& piece : pieces) elements += piece.end - piece.begin;
+  parallel_ranges(count, static_cast<int>(std::min<int64_t>(threads_for(elements, threads), count)), [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) f(index, pieces[static_cast<size_t>(index)]);
   });
 }

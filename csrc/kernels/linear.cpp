@@ -190,8 +190,8 @@ void no_depth(const stoker_product_call& product) {
 }  // namespace
 
 // Sums of the columns of a (rows x columns) matrix: blocks of 256 rows by 64 columns, then the blocks of a column in order.
-template <typename Scalar>
-static void column_sums(const Scalar* x, int64_t row_stride, int64_t rows, int64_t columns, float* sums, int threads) {
+template <typename Scalar, typename Sum>
+static void column_sums(const Scalar* x, int64_t row_stride, int64_t rows, int64_t columns, Sum* sums, int threads) {
   parallel_tasks((columns + 63) / 64, threads_for(rows * columns, threads), [&](int64_t task) {
     const int64_t first = task * 64, width = std::min<int64_t>(64, columns - first);
     float total[64] = {};
@@ -204,7 +204,7 @@ static void column_sums(const Scalar* x, int64_t row_stride, int64_t rows, int64
       }
       for (int64_t j = 0; j < width; ++j) total[j] += part[j];
     }
-    std::copy(total, total + width, sums + first);
+    for (int64_t j = 0; j < width; ++j) store(sums + first + j, total[j]);
   });
 }
 
@@ -225,12 +225,14 @@ STOKER_API int32_t stoker_product(const stoker_product_call* call) {
   });
 }
 
-STOKER_API int32_t stoker_column_sums(const void* x, int64_t row_stride, int64_t rows, int64_t columns, float* sums,
-                                      int32_t dtype, int32_t threads) {
+STOKER_API int32_t stoker_column_sums(const stoker_column_sums_call* call) {
   using namespace stoker;
   return guarded([&] {
-    for_dtype(dtype, [&](auto* tag) {
-      column_sums(static_cast<const std::remove_pointer_t<decltype(tag)>*>(x), row_stride, rows, columns, sums, threads);
+    for_dtype(call->dtype, [&](auto* tag) {
+      for_dtype(call->sums_dtype, [&](auto* sums) {
+        column_sums(static_cast<const std::remove_pointer_t<decltype(tag)>*>(call->x), call->row_stride, call->rows, call->columns,
+                    static_cast<decltype(sums)>(call->sums), call->threads);
+      });
     });
   });
 }

@@ -33,8 +33,8 @@ struct Band {
 class DistanceTable {
  public:
   // `sign`: 1 if the distance grows from left to right, with keys as rows; -1 with queries as rows.
-  DistanceTable(const stoker_attention_call& call, const void* table, float* gradient, int64_t sign, float scale)
-      : call_(call), table_(table), gradient_(gradient), sign_(sign), scale_(scale), size_(call.head_size),
+  DistanceTable(const stoker_attention_call& call, const void* table, int64_t stride, float* gradient, int64_t sign, float scale)
+      : call_(call), table_(table), stride_(stride), gradient_(gradient), sign_(sign), scale_(scale), size_(call.head_size),
         width_(round_up(call.head_size, kPanel)) {}
 
   bool used() const { return table_ != nullptr; }
@@ -64,7 +64,7 @@ class DistanceTable {
     for (int64_t first = 0; first < elements_; first += kPanel) {
       const int64_t count = std::min<int64_t>(kPanel, elements_ - first);
       for (int64_t i = 0; i < count; ++i) {
-        const Scalar* from = table + row_of(first + i) * call_.heads * size_;
+        const Scalar* from = table + row_of(first + i) * stride_;
         float* to = rows_ + i * size_;
 #pragma omp simd
         for (int64_t j = 0; j < size_; ++j) to[j] = stoker::load(from[j]) * scale_;
@@ -96,6 +96,15 @@ class DistanceTable {
       multiply<true>(band.width, size_, rows, dband, 1, kBandStride, panels, panel_stride, sums_ + band.first * width_, width_);
   }
 
+  // Empties the gradient of one head.
+  void clear_gradient(int64_t head, int64_t group) const {
+    if (!used() || !gradient_) return;
+    for (int64_t row = 0; row < call_.position_rows; ++row) {
+      float* to = gradient_ + ((group * call_.position_rows + row) * call_.heads + head) * size_;
+      std::fill(to, to + size_, 0.0f);
+    }
+  }
+
   // Adds the sums, times `factor`, to the gradient of the table.
   void store_gradient(int64_t head, int64_t group, float factor) const {
     if (!used() || !gradient_) return;
@@ -112,6 +121,7 @@ class DistanceTable {
 
   const stoker_attention_call& call_;
   const void* table_;
+  const int64_t stride_;
   float* gradient_;
   const int64_t sign_;
   const float scale_;
@@ -157,8 +167,13 @@ class RelativePositions {
  public:
   RelativePositions(const stoker_attention_call& call, bool backward)
       : size_(call.head_size), width_(round_up(call.head_size, kPanel)), scale_(call.scale), backward_(backward),
-        of_keys_(call, call.position_k, call.dposition_k, -1, 1.0f),
-        of_queries_(call, call.position_q, call.dposition_q, 1, call.scale) {}
+        of_keys_(call, call.position_k, call.position_k_row, call.dposition_k, -1, 1.0f),
+        of_queries_(call, call.position_q, call.position_q_row, call.dposition_q, 1, call.scale) {}
+
+  void clear_gradients(int64_t head, int64_t group) const {
+    of_keys_.clear_gradient(head, group);
+    of_queries_.clear_gradient(head, group);
+  }
 
   int64_t floats(int64_t length) const {
     const int64_t bands = (of_keys_.used() ? kBandRows : 0) + (of_queries_.used() ? (backward_ ? 2 : 1) * kKeyBlock : 0);

@@ -8,6 +8,7 @@ rounding: baseline has no fused multiply-add, and sums over a row run in as many
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 import zlib
@@ -28,7 +29,12 @@ DTYPES = {"fp32": FP32, "bf16": BF16}
 STORAGE = {FP32: np.float32, BF16: np.uint16}
 KEY = 0x9E3779B97F4A7C15
 
-LEFT_OUT = {"stoker_clock": "measures the clock: its result is a time, and it reads no memory of the caller"}
+LEFT_OUT = {
+    "stoker_clock": "measures the clock: its result is a time, and it reads no memory of the caller",
+    "stoker_read_tensors": "reads tensors of torch: tests/kernels/test_tensors.py",
+    "stoker_count_changes": "changes tensors of torch: tests/kernels/test_tensors.py",
+    "stoker_blas_product": "multiplies by a BLAS of the caller's: tests/kernels/test_program.py compares it with torch.mm",
+}
 """Exported functions without a case, each with the reason."""
 
 
@@ -175,6 +181,18 @@ def activation(
 # --- embeddings, loss ---------------------------------------------------------------------------------------------------
 
 
+def read_mask(native: Native, chance: Chance) -> Results:
+    lengths = (5, 0, 13, 1, 8)
+    mask = native.place((np.arange(13)[None] < np.array(lengths)[:, None]).astype(np.uint8))
+    fields = {"mask": mask, "rows": len(lengths), "columns": 13}
+    counted = {name: native.empty(len(lengths), np.int64) for name in ("firsts", "counts")}
+    native.call("read_mask", **fields, **counted)
+    sizes = {"index": sum(lengths), "positions": sum(lengths), "starts": 5}
+    filled = {name: native.empty(size, np.int64) for name, size in sizes.items()}
+    native.call("read_mask", **fields, **counted, **filled)
+    return counted | filled
+
+
 def embedding_lookup(native: Native, chance: Chance, dtype: int, tokens: int, rows: int, columns: int) -> Results:
     table, ids = chance.floats(rows, columns, dtype=dtype), chance.ids(tokens, rows)
     y = native.empty((tokens, columns), table.dtype)
@@ -270,7 +288,7 @@ def attention(
     alive = {
         "cosine": None if angles is None else native.place(np.clip(angles, -1, 1)),
         "sine": None if angles is None else native.place(np.clip(-angles, -1, 1)),
-        "dbias": None if bias is None else native.place(np.zeros((2, *bias.shape), np.float32)),
+        "dbias": None if bias is None else native.empty((2, *bias.shape), np.float32),
         "sinks": chance.floats(heads) if with_sinks else None,
         "dsinks": native.empty(heads, np.float32) if with_sinks else None,
         **(_position_tables(native, chance, dtype, positions, heads, size, longest) if positions else {}),
@@ -296,7 +314,8 @@ def _position_tables(
     shape = (rows, heads, size)
     return {
         **{f"position_{name}": chance.floats(*shape, dtype=dtype) for name in "qk"},
-        **{f"dposition_{name}": native.place(np.zeros((2, *shape), np.float32)) for name in "qk"},
+        **{f"dposition_{name}": native.empty((2, *shape), np.float32) for name in "qk"},
+        **{f"position_{name}_row": heads * size for name in "qk"},
         "distance_rows": native.place(np.clip(np.arange(1 - reach, reach) + rows // 2, 0, rows - 1).astype(np.int64)),
         "position_rows": rows,
         "reach": reach,
@@ -317,7 +336,7 @@ def cross_attention(
     shapes = {"q": (tokens, heads * size), "k": (keys, size), "v": (keys, size), "out": (tokens, heads * size)}
     results = {f"d{name}": native.empty(shapes[name], STORAGE[dtype]) for name in "qkv"}
     results |= {"out": native.empty(shapes["out"], STORAGE[dtype]), "lse": native.empty((tokens, heads), np.float32)}
-    results["dbias"] = native.place(np.zeros((1, heads, rows, columns), np.float32))
+    results["dbias"] = native.empty((1, heads, rows, columns), np.float32)
     chunks = -(-columns // native.call("attention_key_chunk"))
     drawn = {name: chance.floats(*shapes[name], dtype=dtype) for name in "qkv"}
     starts, key_starts = (native.place(np.cumsum((0, *n), dtype=np.int64)) for n in (lengths, key_lengths))
@@ -380,9 +399,56 @@ def _operand(native: Native, array: np.ndarray, by_rows: bool, dtype: int) -> An
 def column_sums(native: Native, chance: Chance, dtype: int, rows: int, columns: int) -> Results:
     x, sums = chance.floats(rows, columns, dtype=dtype), native.empty(columns, np.float32)
     native.call(
-        "column_sums", x=x, row_stride=columns, rows=rows, columns=columns, sums=sums, dtype=dtype, threads=THREADS
-    )
+        "column_sums", x=x, row_stride=columns, rows=rows, columns=columns, sums=sums, dtype=dtype, sums_dtype=FP32,
+        threads=THREADS,
+    )  # fmt: skip
     return {"sums": sums}
+
+
+def rows_of_sums(native: Native, chance: Chance, dtype: int, rows: int, columns: int) -> Results:
+    """A sum of rows that lie apart, a bias, a copy, a conversion from fp32, dropout, and a multiple in fp32."""
+    wide, y, bias = (chance.floats(*shape, dtype=dtype) for shape in ((rows, columns + 3), (rows, columns), (columns,)))
+    names = ("sum", "with bias", "copy", "converted", "dropped")
+    results = {name: native.empty((rows, columns), STORAGE[dtype]) for name in names}
+    size = {"z_stride": columns, "rows": rows, "columns": columns, "dtype": dtype, "threads": THREADS}
+    shared = {"x": wide[:, 3:], "x_stride": columns + 3, "y_dtype": dtype, **size}
+    native.call("add_rows", y=y, y_stride=columns, z=results["sum"], **shared)
+    native.call("add_rows", y=bias, z=results["with bias"], **shared)
+    native.call("add_rows", z=results["copy"], **shared)
+    native.call(
+        "add_rows", y=chance.floats(rows, columns), y_stride=columns, y_dtype=FP32, z=results["converted"], **size
+    )
+    native.call("add_rows", z=results["dropped"], p=0.3, key=KEY, **shared)
+    results["scaled"] = native.empty((rows, columns), np.float32)
+    native.call(
+        "scale_rows", x=wide[:, 3:], x_stride=columns + 3, x_column=1, z=results["scaled"], z_stride=columns, rows=rows,
+        columns=columns, factor=1.7, dtype=dtype, z_dtype=FP32, threads=THREADS,
+    )  # fmt: skip
+    return results
+
+
+def program(native: Native, chance: Chance, rows: int, columns: int) -> Results:
+    """Two sums by one call: the second adds its second argument to the result of the first."""
+    first, second, last = (chance.floats(rows, columns) for _ in range(3))
+    between, result = (native.empty((rows, columns), np.float32) for _ in range(2))
+    shared = {
+        "x_stride": columns, "y_stride": columns, "z_stride": columns, "rows": rows, "columns": columns, "threads": THREADS,
+    }  # fmt: skip
+    calls = [native.struct("rows_call", **shared) for _ in range(2)]
+    arguments = [(0, {"x": 0, "y": 1, "z": 3}), (1, {"x": 3, "y": 2, "z": 4})]
+    slots = [
+        (ctypes.addressof(calls[number]) + getattr(type(calls[number]), name).offset, base, 0)
+        for number, fields in arguments
+        for name, base in fields.items()
+    ]
+    steps = [(native.address("add_rows"), ctypes.addressof(call)) for call in calls]
+    described = native.struct(
+        "program", steps=native.structs("step", steps), slots=native.structs("slot", slots), step_count=2,
+        slot_count=len(slots),
+    )  # fmt: skip
+    bases = native.place(np.array([one.ctypes.data for one in (first, second, last, between, result)], np.int64))
+    assert native.call("run", program=described, bases=bases) == 0
+    return {"between": between, "result": result}
 
 
 def _many(native: Native, chance: Chance) -> tuple[list[np.ndarray], dict[str, Any]]:
@@ -414,6 +480,29 @@ def gradient_scale(native: Native, chance: Chance) -> Results:
     tensors, arguments = _many(native, chance)
     native.call("scale_gradients", factor=0.37, **arguments)
     return {"scaled": np.concatenate(tensors)}
+
+
+def adamw(native: Native, chance: Chance, dtype: int, amsgrad: int, decoupled: int, beta1: float) -> Results:
+    sizes = (1, 7, 33, 32_769, 1_025)
+    tensors = {
+        name: [chance.floats(size, dtype=dtype) for size in sizes] for name in ("parameters", "gradients", "exp_avg")
+    }
+    for name in ("exp_avg_sq", "max_exp_avg_sq"):
+        tensors[name] = [chance.floats(size, dtype=dtype, low=0.25) for size in sizes]
+    tensors["steps"] = [chance.place(np.array([number], np.float32)) for number in range(len(sizes))]
+    lists = {
+        name: native.place(np.array([one.ctypes.data for one in many], np.uint64)) for name, many in tensors.items()
+    }
+    lists["gradients"][1] = 0  # a parameter without a gradient
+    groups = native.structs(
+        "adamw_group",
+        [(0.01, beta1, 0.99, 0.1, 1e-8, begin, end, decoupled, amsgrad, begin) for begin, end in ((0, 2), (2, 5))],
+    )
+    native.call(
+        "adamw", sizes=native.place(np.array(sizes, np.int64)), dtypes=native.place(np.full(len(sizes), dtype, np.int32)),
+        groups=groups, group_count=2, threads=THREADS, **lists,
+    )  # fmt: skip
+    return {name: np.concatenate(many) for name, many in tensors.items() if name != "gradients"}
 
 
 # --- collectives: the ranks are threads of this process -----------------------------------------------------------------
@@ -631,6 +720,7 @@ def _cases() -> Iterator[Case]:
         for gated in (False, True):
             options = {"kind": code, "gated": gated, "columns": 519 if code == 0 else 61, "whole": kind == "relu"}
             yield from _either(f"{'gated ' * gated}{kind}", activation, exact=kind == "relu", rows=9, **options)
+    yield Case("mask", read_mask, exact=True)
     yield from _either("embedding lookup", embedding_lookup, exact=True, tokens=13, rows=7, columns=35)
     yield from _either("embedding scatter", embedding_scatter, exact=True, tokens=203, rows=3, columns=35)
     for p in (0.0, 0.2):
@@ -685,10 +775,14 @@ def _cases() -> Iterator[Case]:
         case = partial(product, dtype=FP32, **sizes, **options)
         yield Case(f"product of many tiles, {rows} rows, whole numbers", case, exact=True)
     yield from _either("column sums", column_sums, exact=True, rows=259, columns=67)
+    yield from _either("rows", rows_of_sums, exact=True, rows=7, columns=133)
+    yield Case("program", partial(program, rows=3, columns=37), exact=True)
     for bits in (4, 8):
         yield from _either(f"weight in {bits} bits", quantized, exact=True, rows=7, columns=39, bits=bits)
     yield Case("norm of many gradients", gradient_norm)
     yield Case("scale of many gradients", gradient_scale, exact=True)
+    yield from _either("AdamW", adamw, amsgrad=0, decoupled=1, beta1=0.9)
+    yield from _either("Adam with amsgrad", adamw, amsgrad=1, decoupled=0, beta1=0.25)
 
     yield Case("reductions of 2 ranks, one slot", partial(reductions, ranks=2, count=37), exact=True)
     yield Case("reductions of 3 ranks, several slots", partial(reductions, ranks=3, count=1061), exact=True)

@@ -79,6 +79,14 @@ class Native:
         """`stoker_<name>`; arrays become addresses, what is left out is 0."""
         return self.header.structs[f"stoker_{name}"](**{field: _argument(value) for field, value in values.items()})
 
+    def structs(self, name: str, rows: list[tuple[int, ...]]) -> Any:
+        """An array of `stoker_<name>`."""
+        return (self.header.structs[f"stoker_{name}"] * len(rows))(*rows)
+
+    def address(self, name: str) -> int:
+        """Where `stoker_<name>` is, for a program."""
+        return ctypes.cast(getattr(self._library, f"stoker_{name}"), ctypes.c_void_p).value or 0
+
     def call(self, name: str, **values: Any) -> Any:
         """Calls `stoker_<name>`. Pointers that are left out are null; every number must be given.
 

@@ -29,7 +29,7 @@ def find(dtype: torch.dtype) -> Microkernel | None:
     """In place of `microkernels.find`: libtorch's function if it works on this CPU, however slowly."""
     if dtype not in _NAMES:
         return None
-    real = _real_find(dtype) or microkernels._look_up(dtype)
+    real = _real_find(dtype) or microkernels.look_up(dtype)
     return real if real and microkernels._is_right(dtype, real) else plain_kernel(dtype)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from stoker.kernels import engines, products
+from stoker.kernels import engines, microkernels, products
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +23,12 @@ def _own_cache(monkeypatch, tmp_path):
 
 def test_a_stored_engine_that_no_longer_exists_is_replaced_once(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(products, "ENGINES", ("torch", "stoker", "openblas"))  # as an earlier version had it
-    monkeypatch.setattr(engines, "_fastest", lambda *_: "openblas")
+    monkeypatch.setattr(engines, "measure_fastest", lambda *_: "openblas")
     assert engines.choose("nt", 300, 256, 256, torch.float32) == "openblas"
     engines.clear_cache()
     measured: list[int] = []
     monkeypatch.setattr(products, "ENGINES", ("torch", "stoker"))
-    monkeypatch.setattr(engines, "_fastest", lambda *_: measured.append(1) or "stoker")
+    monkeypatch.setattr(engines, "measure_fastest", lambda *_: measured.append(1) or "stoker")
     assert [engines.choose("nt", 300, 256, 256, torch.float32) for _ in range(3)] == ["stoker"] * 3
     engines.clear_cache()
     assert engines.choose("nt", 300, 256, 256, torch.float32) == "stoker"
@@ -45,7 +46,7 @@ def test_choices_measured_with_a_lowered_instruction_set_are_stored_separately(m
     for value in ("", "AVX2", ""):
         monkeypatch.setenv(limit, value)
         engines.clear_cache()
-        monkeypatch.setattr(engines, "_fastest", lambda *_, value=value: fastest[value])
+        monkeypatch.setattr(engines, "measure_fastest", lambda *_, value=value: fastest[value])
         assert engines.choose("nt", 300, 256, 256, torch.float32) == fastest[value]
 
 
@@ -80,7 +81,22 @@ def test_slow_trials_are_few(monkeypatch) -> None:
         now[0] += 1.0
         return {"torch": 1.0, "stoker": 0.5}[engine]
 
-    monkeypatch.setattr(engines, "_trial", lambda *_: run)
+    monkeypatch.setattr(engines, "make_trial", lambda *_: run)
     monkeypatch.setattr(engines.time, "perf_counter", lambda: now[0])
-    assert engines._fastest("nt", 64, 64, 64, torch.float32, ("torch", "stoker")) == "stoker"
+    assert engines.measure_fastest("nt", 64, 64, 64, torch.float32, ("torch", "stoker")) == "stoker"
     assert now[0] == 6.0, "one round to warm up and two that count"
+
+
+@pytest.mark.usefixtures("every_engine")
+def test_an_engine_without_fp32_sums_is_no_candidate_for_gradients_of_weights(monkeypatch) -> None:
+    offered: dict[str, tuple[str, ...]] = {}
+
+    def note(kind: str, *given: Any) -> str:
+        offered[kind] = given[-1]
+        return "stoker"
+
+    monkeypatch.setattr(microkernels, "torch_has_bf16_units", lambda: True)
+    monkeypatch.setattr(engines, "measure_fastest", note)
+    for kind in ("nt", "nn", "tn"):
+        engines.choose(kind, 1111, 1111, 1111, torch.bfloat16)
+    assert offered == {"nt": products.ENGINES, "nn": products.ENGINES, "tn": ("stoker", "onednn")}

@@ -69,6 +69,24 @@ def test_every_engine_equals_the_formula(engine, rows, width, outs, dtype):
     check(rows, width, outs, engine, dtype, bias=False)
 
 
+@pytest.mark.parametrize("engine", products.ENGINES)
+def test_gradients_of_weights_are_fp32_sums_of_bf16_products(engine):
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(300, columns, generator=generator).to(torch.bfloat16) for columns in (96, 160))
+    weight = torch.randn(160, 96, generator=generator).requires_grad_()
+    linear(x, weight, engine=engine).backward(grad)
+    assert distance(weight.grad, grad.double().t() @ x.double()) < FP32
+
+
+@pytest.mark.parametrize("engine", products.ENGINES)
+def test_bf16_sums_over_several_weights_are_rounded_once(engine):
+    """1 + 1/256 + 1/256 is a bf16 number, but each half of the way to it is not."""
+    x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    weights = [torch.tensor([[value]]) for value in (1.0, 2.0**-8, 2.0**-8)]
+    linear_packed(x, weights, engine=engine).backward(torch.ones(1, 3, dtype=torch.bfloat16))
+    assert x.grad.item() == 1.0 + 2.0**-7
+
+
 @pytest.mark.parametrize("rows", [50, 300])
 def test_bf16_weights_work_too(rows):
     check(rows, 70, [90], "stoker", torch.bfloat16, torch.bfloat16)
@@ -219,7 +237,7 @@ class TestChoice:
         stored = json.loads((tmp_path / "engines.json").read_text())
         assert [first] == [engine for choices in stored.values() for engine in choices.values()]
         engines.clear_cache()
-        monkeypatch.setattr(engines, "_fastest", lambda *_: pytest.fail("measured again"))
+        monkeypatch.setattr(engines, "measure_fastest", lambda *_: pytest.fail("measured again"))
         assert engines.choose("nt", 300, 256, 256, torch.float32) == first
         assert engines.choose("nt", 400, 256, 256, torch.float32) == first  # same class
 
@@ -232,13 +250,13 @@ class TestChoice:
 
     def test_takes_the_fastest_and_torch_for_a_tie(self, monkeypatch):
         seconds = {"torch": 1.0, "stoker": 0.99, "onednn": 1.0}
-        monkeypatch.setattr(engines, "_trial", lambda *_: seconds.__getitem__)
+        monkeypatch.setattr(engines, "make_trial", lambda *_: seconds.__getitem__)
         assert engines.choose("nt", 3000, 256, 256, torch.float32) == "torch"
         seconds["stoker"] = 0.9
         assert engines.choose("nn", 3000, 256, 256, torch.float32) == "stoker"
 
     def test_an_environment_variable_or_the_argument_forces_one(self, monkeypatch):
-        monkeypatch.setattr(engines, "_fastest", lambda *_: pytest.fail("measured"))
+        monkeypatch.setattr(engines, "measure_fastest", lambda *_: pytest.fail("measured"))
         monkeypatch.setenv("STOKER_LINEAR_ENGINE", "torch")
         assert engines.choose("nt", 3000, 256, 256, torch.float32) == "torch"
         assert engines.choose("nt", 3000, 256, 256, torch.float32, "stoker") == "stoker"

@@ -88,7 +88,7 @@ def test_the_fused_head_is_that_of_the_formula(rows, hidden, classes, dtype, red
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_the_fused_head_works_through_several_blocks(monkeypatch, reduction):
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 4 * 50 * 7)  # seven rows of logits
+    monkeypatch.setattr(module, "BLOCK_BYTES", 4 * 50 * 7)  # seven rows of logits
     compare_linear(64, 20, 50, torch.float32, reduction)
 
 
@@ -104,7 +104,7 @@ def test_every_term_of_the_loss_is_that_of_the_formula(monkeypatch, terms, reduc
         compare_linear(37, 24, 601, dtype, reduction, weights=weights, **terms)
     compare_linear(1, 8, 33, torch.float32, reduction, bias=False, ignored=0.0, **terms)
     compare_linear(3, 8, 33, torch.float32, reduction, ignored=1.0, **terms)
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 4 * 601 * 7)  # seven rows of logits
+    monkeypatch.setattr(module, "BLOCK_BYTES", 4 * 601 * 7)  # seven rows of logits
     for dtype in DTYPES:
         compare_linear(37, 24, 601, dtype, reduction, weights=dtype, **terms)
 
@@ -116,7 +116,7 @@ def test_logits_of_bf16_are_never_rounded(monkeypatch, engine, units):
     """The losses are as exact as those of fp32, whatever the engine and the CPU; only gradients may be rounded."""
     monkeypatch.setenv("STOKER_LINEAR_ENGINE", engine)
     monkeypatch.setattr(microkernels, "torch_has_bf16_units", lambda: units)
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 4 * 501 * 7)
+    monkeypatch.setattr(module, "BLOCK_BYTES", 4 * 501 * 7)
     labels = some_labels(40, 501)
     x, weight, bias = (leaf(*shape, dtype=torch.bfloat16) for shape in ((40, 64), (501, 64), (501,)))
     got = linear_cross_entropy(x, weight, bias, labels, reduction="none", softcap=30.0)
@@ -134,7 +134,7 @@ def largest_allocation(run):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_frozen_weight_is_neither_widened_nor_given_a_gradient(monkeypatch, dtype):
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 4 * 3000 * 7)
+    monkeypatch.setattr(module, "BLOCK_BYTES", 4 * 3000 * 7)
     x, weight, labels = leaf(20, 64, dtype=dtype), leaf(3000, 64, dtype=dtype).detach(), some_labels(20, 3000)
     assert largest_allocation(lambda: linear_cross_entropy(x, weight, None, labels).backward()) < weight.nbytes
     terms = [1.0, 0.0, 0.0, 0.0]
@@ -380,7 +380,7 @@ def test_log_probs_entropies_and_hits_equal_the_plain_formula(shape, options, gr
 
 
 def test_log_probs_in_several_blocks_with_a_frozen_weight(monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 4 * 53 * 8)  # eight rows
+    monkeypatch.setattr(module, "BLOCK_BYTES", 4 * 53 * 8)  # eight rows
     x, weight = leaf(37, 16), torch.randn(53, 16)
     labels = some_labels(37, 53, 0.0)
     actual, *_ = linear_log_probs(x, weight, None, labels)

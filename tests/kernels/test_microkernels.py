@@ -30,7 +30,7 @@ def pretend_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_this_torch_exports_the_functions(dtype: torch.dtype) -> None:
-    kernel = microkernels._look_up(dtype)
+    kernel = microkernels.look_up(dtype)
     assert kernel is not None
     assert kernel.multiply
     assert kernel.release
@@ -41,14 +41,14 @@ def test_a_cpu_without_the_instructions_has_no_microkernel(monkeypatch: pytest.M
     """It would throw an exception there, or stop the process."""
     monkeypatch.setattr(native, "available", lambda: ["avx2", "baseline"])
     assert microkernels.find(dtype) is None
-    assert "onednn" not in products.available(dtype)
+    assert "onednn" not in products.available(dtype, dtype)
     with pytest.raises(ValueError, match="'onednn', which cannot multiply"):
         products.multiply([(torch.ones(4, 4, dtype=dtype),) * 2], torch.empty(4, 4), None, "onednn")
 
 
 def test_a_limit_on_onednn_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_avx512(monkeypatch)
-    monkeypatch.setattr(microkernels, "_look_up", stand_in.plain_kernel)
+    monkeypatch.setattr(microkernels, "look_up", stand_in.plain_kernel)
     assert microkernels.find(torch.float32) is not None
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert microkernels.find(torch.float32) is None
@@ -59,18 +59,18 @@ def test_a_function_that_throws_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
 ) -> None:
     pretend_avx512(monkeypatch)
-    monkeypatch.setattr(microkernels, "_look_up", lambda _: stand_in.failing_kernel())
+    monkeypatch.setattr(microkernels, "look_up", lambda _: stand_in.failing_kernel())
     with caplog.at_level(logging.WARNING, "stoker.kernels"):
         assert microkernels.find(dtype) is None
         assert microkernels.find(dtype) is None
     assert len(caplog.records) == 1, "it is tried and reported once"
-    assert products.available(dtype) == ("torch", "stoker")
+    assert products.available(dtype, dtype) == ("torch", "stoker")
 
 
 def test_a_function_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The function for fp32 in place of the one for bf16, as if torch had changed what its arguments mean."""
     pretend_avx512(monkeypatch)
-    monkeypatch.setattr(microkernels, "_look_up", lambda _: stand_in.plain_kernel(torch.float32))
+    monkeypatch.setattr(microkernels, "look_up", lambda _: stand_in.plain_kernel(torch.float32))
     assert microkernels.find(torch.bfloat16) is None
 
 
@@ -88,9 +88,9 @@ def test_a_microkernel_that_is_right_is_a_candidate(
     pretend_avx512(monkeypatch)
     monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("STOKER_LINEAR_ENGINE", raising=False)
-    monkeypatch.setattr(microkernels, "_look_up", stand_in.plain_kernel)
+    monkeypatch.setattr(microkernels, "look_up", stand_in.plain_kernel)
     timed: list[tuple[str, ...]] = []
-    monkeypatch.setattr(engines, "_fastest", lambda *arguments: timed.append(arguments[-1]) or "onednn")
+    monkeypatch.setattr(engines, "measure_fastest", lambda *arguments: timed.append(arguments[-1]) or "onednn")
     engines.clear_cache()
     assert engines.choose("nt", 300, 256, 256, dtype) == "onednn"
     assert timed == [("torch", "stoker", "onednn")]

@@ -29,13 +29,18 @@ from stoker.kernels import native
 from stoker.kernels.dropout import check_probability
 from stoker.kernels.registry import check_device, check_tensor, define, draw_key, key_value
 
-__all__ = ["Relative", "attention", "attention_packed"]
+__all__ = ["Relative", "attention", "attention_packed", "gradient_parts"]
 
 _UNLIMITED = 2**62
 _GROUPS = 4  # parts that the gradients of bias and positions are summed in: more parts, more parallel work, more memory
 
 Relative = tuple[Tensor | None, Tensor | None, Tensor]
 """(position_q, position_k, rows): tables (n, heads, size) of relative positions, and their row for each distance."""
+
+
+def gradient_parts(sequences: int) -> int:
+    """In how many parts the gradients of bias and positions are summed over so many sequences."""
+    return max(1, min(_GROUPS, sequences))
 
 
 def attention(
@@ -319,7 +324,7 @@ def _fill(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Any, list
         dtype=native.dtype_code(q.dtype),
         threads=native.threads(),
     )
-    for name in (*_TRAINED, "distance_rows", "cosine", "sine"):
+    for name in ("bias", "sinks", "distance_rows", "cosine", "sine"):
         tensor = getattr(options, name)
         if tensor is not None:
             dense = tensor.contiguous()
@@ -328,7 +333,13 @@ def _fill(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Any, list
     if options.bias is not None:
         call.bias_rows, call.bias_columns = options.bias.shape[1:]
     if options.distance_rows is not None:
-        call.position_rows = next(t.shape[0] for t in (options.position_q, options.position_k) if t is not None)
+        for name in ("position_q", "position_k"):
+            if (table := getattr(options, name)) is not None:
+                table = table if table.stride()[1:] == (q.shape[2], 1) else table.contiguous()
+                alive.append(table)
+                setattr(call, name, table.data_ptr())
+                setattr(call, f"{name}_row", table.stride(0))
+                call.position_rows = table.shape[0]
         call.reach = (options.distance_rows.numel() + 1) // 2
     if options.cosine is not None:
         call.rotary_half = options.cosine.shape[1]
@@ -370,12 +381,12 @@ def _run_backward(
     dout = dout.contiguous()
     call.out, call.lse, call.dout = out.data_ptr(), lse.data_ptr(), dout.data_ptr()
     call.dq, call.dk, call.dv = (grad.data_ptr() for grad in grads)
-    call.groups = min(_GROUPS, max(len(key_lengths), 1))
+    call.groups = gradient_parts(len(key_lengths))
     found = []
     for name, needed in zip(_TRAINED, wanted, strict=True):
         option = getattr(options, name)
         parts = () if name == "sinks" else (call.groups,)
-        found.append(torch.zeros(*parts, *option.shape, dtype=torch.float32) if needed else lse.new_empty(0))
+        found.append(torch.empty(*parts, *option.shape, dtype=torch.float32) if needed else lse.new_empty(0))
         if needed:
             setattr(call, f"d{name}", found[-1].data_ptr())
     chunk: int = native.library().stoker_attention_key_chunk()
@@ -387,17 +398,17 @@ def _run_backward(
     native.call("stoker_attention_backward", call)
     del alive
     return [
-        _sum_parts(name, grad, options) if needed else grad
+        _whole(name, grad, options) if needed else grad
         for name, grad, needed in zip(_TRAINED, found, wanted, strict=True)
     ]
 
 
-def _sum_parts(name: str, parts: Tensor, options: _Options) -> Tensor:
-    """The gradient of an option in its own type."""
+def _whole(name: str, parts: Tensor, options: _Options) -> Tensor:
+    """The gradient of an option in its own type: the kernel has added all parts to the first."""
     if name == "sinks":
         return parts
-    total = parts[0] if len(parts) == 1 else parts.sum(0)
-    return total.to(getattr(options, name).dtype)
+    # a copy, which does not keep the memory of the other parts
+    return parts[0].to(getattr(options, name).dtype, copy=len(parts) > 1)
 
 
 def _register(

@@ -3,36 +3,38 @@
     norm = sqrt(sum of g^2 over all elements of all tensors)
     g = g * factor, in place
 
-The tensors are dense, fp32 and on the CPU; model/clip_gradients.py checks that, and gives all others to torch.
+The tensors are dense, fp32 and on the CPU. `kernels/tensors.py` has found their memory, and tells if one of them is different.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-
-from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from stoker.kernels import native
+from stoker.kernels.tensors import TensorReader
 
 __all__ = ["gradient_norm", "scale_gradients"]
 
 
-def gradient_norm(gradients: Sequence[Tensor]) -> float:
+def gradient_norm(gradients: TensorReader) -> float:
     norm = ctypes.c_double()
-    addresses, sizes = _where(gradients)
-    native.call("stoker_gradient_norm", addresses, sizes, len(gradients), ctypes.addressof(norm), native.threads())
+    native.call(
+        "stoker_gradient_norm",
+        gradients.addresses,
+        gradients.sizes,
+        len(gradients.sizes),
+        ctypes.addressof(norm),
+        native.threads(),
+    )
     return norm.value
 
 
-def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
-    addresses, sizes = _where(gradients)
-    native.call("stoker_scale_gradients", addresses, sizes, len(gradients), factor, native.threads())
-    increment_version(gradients)
-
-
-def _where(tensors: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_int64]]:
-    addresses = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    sizes = (ctypes.c_int64 * len(tensors))(*(tensor.numel() for tensor in tensors))
-    return addresses, sizes
+def scale_gradients(gradients: TensorReader, factor: float) -> None:
+    native.call(
+        "stoker_scale_gradients",
+        gradients.addresses,
+        gradients.sizes,
+        len(gradients.sizes),
+        factor,
+        native.threads(),
+    )

@@ -39,12 +39,25 @@ _choices: dict[str, str] | None = None  # cache: class -> engine, of this machin
 _lock = threading.Lock()
 
 
-def choose(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype, engine: str | None = None) -> str:
-    """The engine for one product: `kind` is "nt" (x W^T), "nn" (dy W) or "tn" (dy^T x); `dtype` that of the activations."""
+def choose(
+    kind: str,
+    rows: int,
+    columns: int,
+    depth: int,
+    dtype: torch.dtype,
+    engine: str | None = None,
+    without: tuple[str, ...] = (),
+) -> str:
+    """The engine for one product: `kind` is "nt" (x W^T), "nn" (dy W) or "tn" (dy^T x); `dtype` that of the activations.
+
+    `without`: engines that the caller cannot use.
+    """
     requested = engine or os.environ.get("STOKER_LINEAR_ENGINE") or "auto"
-    if requested != "auto":
+    if requested != "auto" and requested not in without:
         return _check(requested)
-    candidates = products.available(dtype)  # the first is used unless another one is clearly faster
+    # Gradients of weights are fp32. The first candidate is used unless another one is clearly faster.
+    candidates = products.available(dtype, torch.float32 if kind == "tn" else dtype)
+    candidates = tuple(candidate for candidate in candidates if candidate not in without)
     if len(candidates) == 1:
         return candidates[0]
     if 2.0 * rows * columns * depth < _SMALL:
@@ -72,10 +85,12 @@ def _measured(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype
     else:
         rows = _round(rows)
     name = f"{kind} {rows}x{columns}x{depth} {str(dtype).removeprefix('torch.')} threads={native.threads()}"
+    if candidates != products.available(dtype, torch.float32 if kind == "tn" else dtype):
+        name += f" by {' or '.join(candidates)}"
     with _lock:
         known = _load()
         if known.get(name) not in candidates:
-            known[name] = _fastest(kind, rows, columns, depth, dtype, candidates)
+            known[name] = measure_fastest(kind, rows, columns, depth, dtype, candidates)
             _LOG.debug("engine for %s: %s", name, known[name])
             _store(known)
         return known[name]
@@ -89,8 +104,10 @@ def _round(tokens: int) -> int:
     return power
 
 
-def _fastest(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype, candidates: tuple[str, ...]) -> str:
-    run = _trial(kind, *_shrunk(kind, rows, columns, depth), dtype)
+def measure_fastest(
+    kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype, candidates: tuple[str, ...]
+) -> str:
+    run = make_trial(kind, *_shrunk(kind, rows, columns, depth), dtype)
     best = dict.fromkeys(candidates, float("inf"))
     started = time.perf_counter()
     for round_ in range(12):
@@ -113,7 +130,7 @@ def _shrunk(kind: str, rows: int, columns: int, depth: int) -> tuple[int, int, i
     return (rows, columns, tokens) if kind == "tn" else (tokens, columns, depth)
 
 
-def _trial(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype) -> Callable[[str], float]:
+def make_trial(kind: str, rows: int, columns: int, depth: int, dtype: torch.dtype) -> Callable[[str], float]:
     def matrix(height: int, width: int, kind_of: torch.dtype) -> Tensor:
         # A generator of its own: measuring must not change the random numbers of the training.
         return torch.randn(height, width, generator=torch.Generator().manual_seed(0)).to(kind_of)

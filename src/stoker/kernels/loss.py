@@ -33,7 +33,7 @@ _NONE, _SUM, _MEAN = range(3)
 
 # The block of logits that is held at a time. Each block adds to the gradient of W, (vocabulary, hidden) numbers read
 # and written, so the block must not be small; at 64 MiB it has about 550 rows of BERT's vocabulary.
-_BLOCK_BYTES = 64 * 1024 * 1024
+BLOCK_BYTES = 64 * 1024 * 1024
 
 # Engines are timed with at most so many classes: more change every engine's time alike, and a trial needs matrices as
 # large as the weight.
@@ -263,7 +263,7 @@ class _Blocks:
         weight, bias = self.weight, self.bias
         classes, hidden = weight.shape
         count = self.rows.numel()
-        size = max(1, min(count, _BLOCK_BYTES // (4 * max(1, classes))))
+        size = max(1, min(count, BLOCK_BYTES // (4 * max(1, classes))))
         needed = {"nt": True, "nn": need_x, "tn": need_weight}
         engine = {kind: self._engine(kind, min(size, count)) for kind, need in needed.items() if need}
         losses = torch.empty(count, dtype=torch.float32)
@@ -303,7 +303,7 @@ class _Blocks:
         if kind != "nt" and self.low:
             return engines.choose(kind, *sizes, torch.bfloat16)
         # torch's product would round the logits to bf16, or widen all of a bf16 weight. The others write sums as they are.
-        if kind == "nt" and self.low and "onednn" in products.available(torch.bfloat16):
+        if kind == "nt" and self.low and "onednn" in products.available(torch.bfloat16, torch.float32):
             return "onednn"
         if kind != "tn" and self.weight.dtype != torch.float32:
             return "stoker"

@@ -64,7 +64,7 @@ def find(dtype: torch.dtype) -> Microkernel | None:
 
 @functools.cache
 def _checked(dtype: torch.dtype) -> Microkernel | None:
-    kernel = _look_up(dtype)
+    kernel = look_up(dtype)
     if kernel is None:
         _LOG.info("torch %s exports no %s: torch.mm multiplies instead", torch.__version__, SYMBOLS[dtype])
         return None
@@ -74,7 +74,7 @@ def _checked(dtype: torch.dtype) -> Microkernel | None:
     return kernel
 
 
-def _look_up(dtype: torch.dtype) -> Microkernel | None:
+def look_up(dtype: torch.dtype) -> Microkernel | None:
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         library = ctypes.CDLL(str(path))
@@ -97,4 +97,5 @@ def _is_right(dtype: torch.dtype, kernel: Microkernel) -> bool:
         products.multiply_native([(a, b)], out, None, kernel)
     except RuntimeError:
         return False
-    return torch.equal(out, a.float() @ b.float())
+    with torch.autocast("cpu", enabled=False):  # the first product may be inside of a user's
+        return torch.equal(out, a.float() @ b.float())

@@ -22,11 +22,12 @@ __all__ = ["ENGINES", "available", "column_sums", "multiply", "multiply_native"]
 ENGINES = ("torch", "stoker", "onednn")
 
 
-def available(dtype: torch.dtype) -> tuple[str, ...]:
-    """The engines that multiply activations of `dtype` well on this machine."""
+def available(dtype: torch.dtype, result: torch.dtype) -> tuple[str, ...]:
+    """The engines that multiply activations of `dtype` well on this machine, with a result of that type."""
     without = set() if microkernels.find(dtype) else {"onednn"}
-    if dtype == torch.bfloat16 and not microkernels.torch_has_bf16_units():
-        without.add("torch")  # it would multiply one number at a time
+    # Without units torch multiplies bf16 one number at a time, and it has no bf16 product with an fp32 result.
+    if dtype == torch.bfloat16 and (result != dtype or not microkernels.torch_has_bf16_units()):
+        without.add("torch")
     return tuple(engine for engine in ENGINES if engine not in without)
 
 
@@ -56,15 +57,11 @@ def column_sums(x: Tensor) -> Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
     sums = torch.empty(x.shape[1], dtype=torch.float32)
-    native.call(
-        "stoker_column_sums",
-        x.data_ptr(),
-        x.stride(0),
-        *x.shape,
-        sums.data_ptr(),
-        native.dtype_code(x.dtype),
-        native.threads(),
-    )
+    call = native.fill(
+        "stoker_column_sums_call", x=x, sums=sums, row_stride=x.stride(0), rows=x.shape[0], columns=x.shape[1],
+        dtype=native.dtype_code(x.dtype), sums_dtype=native.dtype_code(sums.dtype),
+    )  # fmt: skip
+    native.call("stoker_column_sums", call)
     return sums
 
 
@@ -73,6 +70,12 @@ def _multiply_torch(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bias: T
     # to bf16 for bf16 activations (this engine is for CPUs with bf16 units), but fp32 activations are never rounded.
     dtype = terms[0][0].dtype
     cast = [(a.to(dtype), b.to(dtype)) for a, b in terms]
+    if dtype == torch.bfloat16 and out.dtype == torch.float32:
+        dtype = torch.float32  # torch would round the sum to bf16
+        cast = [(a.to(dtype), b.to(dtype)) for a, b in cast]
+    elif dtype == torch.bfloat16 and len(cast) > 1:  # one product: torch would round after each term
+        lefts, rights = zip(*cast, strict=True)
+        cast = [(torch.cat(lefts, 1), torch.cat(rights, 0))]
     target = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
     if bias is not None:
         torch.addmm(bias.to(dtype), *cast.pop(0), out=target)

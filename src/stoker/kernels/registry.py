@@ -22,6 +22,7 @@ __all__ = [
     "plain",
     "reference_factors",
     "split_rows",
+    "without_derivative",
 ]
 
 _LIBRARY = torch.library.Library("stoker", "DEF")
@@ -66,13 +67,13 @@ def _autograd_function(
     """`kernel` with its gradient as a torch.autograd.Function: what torch.library builds too, less the dispatcher.
 
     A Function sees tensors only among its own arguments, so lists travel item by item; their lengths come last, so that
-    `needs_input_grad` counts as the operator's schema does.
+    `needs_input_grad` counts as the operator's schema does. Without lists, None stands for the lengths.
     """
 
     # With `forward` and `setup_context` apart, torch inspects the signature of `forward` at every call.
     def forward(ctx: Any, *flat_and_lengths: Any) -> Any:
         *flat, lengths = flat_and_lengths
-        args = _gather(lengths, flat)
+        args = tuple(flat) if lengths is None else _gather(lengths, flat)
         output = kernel(*args)
         ctx.lengths = lengths
         if setup_context is not None:
@@ -81,26 +82,31 @@ def _autograd_function(
 
     def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         found = backward(ctx, *grads)
-        return *_scatter(found if isinstance(found, tuple) else (found,), ctx.lengths), None
+        found = found if isinstance(found, tuple) else (found,)
+        return *(found if ctx.lengths is None else _scatter(found, ctx.lengths)), None
 
     def either(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():
             return flat_backward(ctx, *grads)
         with torch.no_grad():  # recorded only if a second derivative may follow
             found = flat_backward(ctx, *grads)
-        return _without_derivative(name, found, [*grads, *ctx.saved_tensors])
+        return without_derivative(name, found, [*grads, *ctx.saved_tensors])
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(either)}
-    apply = type(f"stoker_{name}", (torch.autograd.Function,), body).apply  # type: ignore[attr-defined]
+    function = type(f"stoker_{name}", (torch.autograd.Function,), body)
+    # Without what Function.apply does for the tensors of torch.func: arguments are plain here.
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc, arg-type]
 
     def direct(*args: Any) -> Any:
+        if list not in map(type, args):
+            return apply(*args, None)
         lengths = tuple(len(arg) if isinstance(arg, list) else _NO_LIST for arg in args)
         return apply(*_scatter(args, lengths), lengths)
 
     return direct
 
 
-def _without_derivative(name: str, results: tuple[Any, ...], sources: list[Any]) -> tuple[Any, ...]:
+def without_derivative(name: str, results: tuple[Any, ...], sources: list[Any]) -> tuple[Any, ...]:
     """`results`, such that whoever asks for their derivative by one of `sources`, or by anything, gets an error.
 
     torch's once_differentiable looks at the incoming gradients alone. Ours depend on what was saved as well, and would pass
@@ -154,7 +160,7 @@ def plain(args: tuple[Any, ...]) -> bool:
 
 
 def _plain(arg: Any) -> bool:
-    return type(arg) in _PLAIN_TYPES and (not isinstance(arg, Tensor) or arg.device.type == "cpu")
+    return type(arg) in _PLAIN_TYPES and (not isinstance(arg, Tensor) or arg.is_cpu)
 
 
 def _has_tangent(arg: Any) -> bool:

@@ -1,9 +1,9 @@
 """Every native operator against the PyTorch operators it replaces, forward and backward.
 
-    python benchmarks/kernels.py                 all of them, about two minutes
-    python benchmarks/kernels.py --only norm     those with "norm" in the name
-    python benchmarks/kernels.py --json out.json --check
-    python benchmarks/kernels.py --busy          on a machine that others use: one thread, CPU time
+    python benchmarks/kernel_times.py                 all of them, about two minutes
+    python benchmarks/kernel_times.py --only norm     those with "norm" in the name
+    python benchmarks/kernel_times.py --json out.json --check
+    python benchmarks/kernel_times.py --busy          on a machine that others use: one thread, CPU time
 
 Both sides run in this process, in turn, on the same tensors; the ratio is the median over rounds of the ratio within a round,
 so that a slow moment hits both. Both sides keep freed memory mapped, as Stoker does: without that PyTorch is slower still. The
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -41,6 +42,7 @@ from stoker.kernels.quantized import QuantizedWeight, dequantize, quantize
 from stoker.machine.facts import this_machine
 from stoker.machine.measure import measure_rates
 from stoker.model.memory import keep_mapped
+from stoker.model.optimizers import fuse
 
 TOKENS = 2048
 SIZES = {"base": (768, 3072), "small": (384, 1536)}  # hidden and inner size of BERT-base and MiniLM
@@ -425,6 +427,24 @@ def quantized_cases() -> Iterator[Case]:
             yield Case(f"weight from {bits} bits, {label} fp32", partial(dequantize, stored), eager, size)
 
 
+def adamw_cases() -> Iterator[Case]:
+    """The update alone: no gradients are computed."""
+    for label, (hidden, inner) in SIZES.items():
+        shapes = ([(hidden, hidden), (hidden,)] * 4 + [(inner, hidden), (inner,), (hidden, inner), (hidden,)]) * 4
+        size = sum(math.prod(shape) for shape in shapes)
+
+        def update(native_update: bool, shapes: list[tuple[int, ...]] = shapes) -> Callable[[], object]:
+            parameters = [leaf(*shape) for shape in shapes]
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            optimizer = torch.optim.AdamW(parameters, fused=True)
+            if native_update:
+                fuse(optimizer)
+            return optimizer.step
+
+        yield Case(f"AdamW, {label} fp32", update(True), update(False), 28 * size)
+
+
 GROUPS: list[Callable[[], Iterator[Case]]] = [
     dropout_cases,
     norm_cases,
@@ -436,6 +456,7 @@ GROUPS: list[Callable[[], Iterator[Case]]] = [
     quantized_cases,
     loss_cases,
     embedding_cases,
+    adamw_cases,
 ]
 
 
