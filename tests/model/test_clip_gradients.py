@@ -63,6 +63,10 @@ def test_nan_and_infinite_gradients_give_what_torch_gives() -> None:
             clip_grad_norm_(ours, 1.0, error_if_nonfinite=True)
 
 
+def test_without_gradients_the_norm_is_zero() -> None:
+    assert clip_grad_norm_([], 1.0) == clip_grad_norm_([nn.Parameter(torch.ones(3))], 1.0) == 0.0
+
+
 def _transposed(parameter: nn.Parameter) -> None:
     parameter.grad = torch.randn(257, 129).t()
 
@@ -88,7 +92,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     calls: list[int] = []
     norm = clip_gradients.gradient_norm
-    monkeypatch.setattr(clip_gradients, "gradient_norm", lambda tensors: (calls.append(len(tensors)), norm(tensors))[1])
+    monkeypatch.setattr(clip_gradients, "gradient_norm", lambda found: (calls.append(found.found), norm(found))[1])
     return calls
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import stoker
 from stoker.hf.meter import Work
-from stoker.model import fused_layer
+from stoker.model import layer_parts, layer_program
 from stoker.model.heads import FirstTokenModel
 
 HEAD = "SequenceClassification"
@@ -22,17 +22,18 @@ TOKENS, ROWS = 29, 4
 
 @pytest.fixture
 def rows_of_last_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each product after attention had, of the layer that was called last."""
+    """How many rows each product after attention had, of the layer that was called last, by single operators."""
     seen: dict[nn.Module, list[int]] = {}
-    stock = fused_layer._Parts.project
+    stock = layer_parts.LayerParts.project
 
-    def project(self, path, x, *more):
+    def project(self, path, x, *more, **named):
         seen[self.layer] = [*seen.pop(self.layer, []), x.shape[0]]
         last[:] = seen[self.layer]
-        return stock(self, path, x, *more)
+        return stock(self, path, x, *more, **named)
 
     last: list[int] = []
-    monkeypatch.setattr(fused_layer._Parts, "project", project)
+    monkeypatch.setattr(layer_parts.LayerParts, "project", project)
+    monkeypatch.setenv(layer_program.SWITCH, "0")  # a program is written once, and then runs without calling this
     return last
 
 

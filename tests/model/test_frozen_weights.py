@@ -21,7 +21,7 @@ from rig import warm
 from stoker.distributed.local_sgd import LocalSGD
 from stoker.kernels.frozen_parameter import FORMS, FrozenWeight, Stored, stored_bytes
 from stoker.kernels.lora import lora_linear_packed
-from stoker.model import fused_layer
+from stoker.model import layer_parts, layer_program
 
 peft = pytest.importorskip("peft")
 
@@ -104,7 +104,8 @@ def test_activations_keep_the_precision_that_was_asked_for(
         seen.add(x.dtype)
         return lora_linear_packed(x, *args)
 
-    monkeypatch.setattr(fused_layer, "lora_linear_packed", spy)
+    monkeypatch.setattr(layer_parts, "lora_linear_packed", spy)
+    monkeypatch.setenv(layer_program.SWITCH, "0")
     stock, model = pair(form, dtype=dtype)
     model(**tiny.batch(), use_cache=False).loss.backward()
     assert seen == {dtype or torch.float32}

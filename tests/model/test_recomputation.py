@@ -54,7 +54,7 @@ def test_activations_that_fit_are_kept(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_activations_that_do_not_fit_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recomputation, "_free", lambda: 1000.0)
+    monkeypatch.setattr(recomputation, "free_memory", lambda: 1000.0)
     model, calls = checkpointed(keep_activations=True)
     assert_stocks_results(model)
     assert calls == list(range(len(model.model.layers)))
@@ -63,7 +63,7 @@ def test_activations_that_do_not_fit_are_computed_again(monkeypatch: pytest.Monk
 def test_the_first_step_decides_how_much_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = checkpointed(keep_activations=True)
     assert_stocks_results(model)
-    monkeypatch.setattr(recomputation, "_free", lambda: 0.0)
+    monkeypatch.setattr(recomputation, "free_memory", lambda: 0.0)
     model(**tiny.batch()).loss.backward()
     assert calls == []
 
@@ -75,9 +75,9 @@ def test_without_the_switch_checkpointing_is_left_alone() -> None:
 
 
 def test_processes_share_the_memory_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = recomputation._free()
+    alone = recomputation.free_memory()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert recomputation._free() == pytest.approx(alone / 4, rel=0.5)  # other processes take memory meanwhile
+    assert recomputation.free_memory() == pytest.approx(alone / 4, rel=0.5)  # other processes take memory meanwhile
     assert alone > 0
 
 

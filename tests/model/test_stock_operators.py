@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,8 @@ def test_an_optimized_model_is_exported_as_the_stock_model(family: str, head: st
 def test_an_optimized_model_is_traced_as_the_stock_model(family: str, head: str) -> None:
     pair = Pair(family, head)
     traced = torch.jit.trace(pair.model, example_kwarg_inputs=pair.call, strict=False)
-    assert "stoker" not in str(traced.inlined_graph)
+    operators = re.sub(r" # .*", "", str(traced.inlined_graph))  # without paths of files, which name the checkout
+    assert "stoker" not in operators
     pair.assert_stock(traced)
 
 

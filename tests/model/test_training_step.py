@@ -12,7 +12,7 @@ import torch
 from stoker.machine import Machine
 from stoker.machine.rates import installed_version
 from stoker.model import training_step
-from stoker.model.training_step import measure_training_step
+from stoker.model.training_step import measure_training_step, size_for
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,9 @@ def machine() -> Machine:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that no engine is worth choosing."""
-    monkeypatch.setattr(training_step, "_SMALL", 64)
-    monkeypatch.setattr(training_step, "_BASE", 128)
-    monkeypatch.setattr(training_step, "_LENGTH", 4)
+    monkeypatch.setattr(training_step, "SMALL_WIDTH", 64)
+    monkeypatch.setattr(training_step, "BASE_WIDTH", 128)
+    monkeypatch.setattr(training_step, "LENGTH", 4)
 
 
 @pytest.mark.usefixtures("tiny")
@@ -55,7 +55,7 @@ def test_one_side_trains_in_fp32_and_the_other_in_bf16(monkeypatch: pytest.Monke
         return done
 
     monkeypatch.setattr(training_step, "optimize", recorded)
-    for step in training_step._sides(64, 3):
+    for step in training_step.sides(64, 3):
         step()
     assert asked == [(torch.float32, "AdamW"), (torch.bfloat16, "AdamW")]
 
@@ -72,29 +72,18 @@ def test_the_sides_alternate_and_are_timed_one_by_one(monkeypatch: pytest.Monkey
 
         return step
 
-    times = training_step._in_turn(side("f", 0.25), side("b", 0.125), seconds=2.0)
+    times = training_step.in_turn(side("f", 0.25), side("b", 0.125), seconds=2.0)
     assert set(times[0]) == {0.25}
     assert set(times[1]) == {0.125}
     assert order == "fb" * (2 + 6)
     assert 2.0 <= sum(map(sum, times)) < 2.5
 
 
-@pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize(("gflops", "width", "rows"), [(1.0, 64, 3), (50.0, 64, 6), (200.0, 64, 12), (4000.0, 128, 12)])
-def test_the_size_follows_the_speed_of_the_machine(
-    gflops: float, width: int, rows: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[tuple[int, int]] = []
-
-    def sides(width: int, rows: int) -> tuple[training_step.Step, training_step.Step]:
-        sizes.append((width, rows))
-        return lambda: None, lambda: None
-
-    monkeypatch.setattr(training_step, "_sides", sides)
-    monkeypatch.setattr(training_step, "_in_turn", lambda *_: ([1.0, 2.0, 9.0], [1.0, 4.0, 9.0]))
-    found = measure_training_step(machine, gflops)
-    assert sizes == [(width, rows)]
-    assert (found.fp32, found.bf16, found.gain) == (2.0, 4.0, 0.5)
+@pytest.mark.parametrize(
+    ("gflops", "width", "rows"), [(1.0, 384, 3), (50.0, 384, 6), (200.0, 384, 12), (4000.0, 768, 12)]
+)
+def test_the_size_follows_the_speed_of_the_machine(gflops: float, width: int, rows: int) -> None:
+    assert size_for(gflops) == (width, rows)
 
 
 def test_too_little_memory_raises_with_the_reason(machine: Machine) -> None:

@@ -21,7 +21,7 @@ from stoker.kernels.widening import Weight
 from stoker.model.class_swap import ordinary, plain, unhooked
 from stoker.model.leaf_modules import dropout_probability, is_conv1d
 
-__all__ = ["LinearParts", "read_linear"]
+__all__ = ["LinearParts", "is_lora", "read_linear"]
 
 _LORA_LAYERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 
@@ -39,14 +39,19 @@ def read_linear(module: Any) -> LinearParts | None:
     """The weights of a linear layer, None if the module has to be called."""
     if (base := _read_base(module)) is not None:
         return base
-    cls = type(module)
-    # subclasses may have another forward
-    if (cls.__module__, cls.__qualname__) not in _LORA_LAYERS:
+    if not is_lora(module):
         return None
     try:
         return _read_lora(module)
     except (AttributeError, KeyError):  # a version of peft with other attributes
         return None
+
+
+def is_lora(module: Any) -> bool:
+    """Whether peft has wrapped this layer with LoRA."""
+    cls = type(module)
+    # subclasses may have another forward
+    return (cls.__module__, cls.__qualname__) in _LORA_LAYERS
 
 
 def _read_base(module: Any) -> LinearParts | None:

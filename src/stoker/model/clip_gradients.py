@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.clip import gradient_norm, scale_gradients
+from stoker.kernels.tensors import PLAIN, TensorReader, available, identities
 
 __all__ = ["clip_grad_norm_"]
 
@@ -26,8 +27,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """A replacement for torch.nn.utils.clip_grad_norm_ with the same arguments and result."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if float(norm_type) != 2.0 or not gradients or not all(map(_supported, gradients)):
+    gradients = _find_gradients(parameters) if float(norm_type) == 2.0 and available() else None
+    if gradients is None:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = gradient_norm(gradients)
     if error_if_nonfinite and not math.isfinite(norm):
@@ -38,14 +39,16 @@ def clip_grad_norm_(
     factor = float(max_norm) / (norm + 1e-6)
     if not factor >= 1.0:  # also if the norm is NaN: then the gradients become NaN, as with torch
         scale_gradients(gradients, factor)
+        gradients.count_changes(gradients=True)
     return torch.tensor(norm, dtype=torch.float32)
 
 
-def _supported(gradient: Tensor) -> bool:
-    return (
-        type(gradient) is Tensor
-        and gradient.dtype == torch.float32
-        and gradient.device.type == "cpu"
-        and gradient.layout == torch.strided
-        and gradient.is_contiguous()
-    )
+def _find_gradients(parameters: list[Tensor]) -> TensorReader | None:
+    """None if there is no gradient, or one that the kernels do not support."""
+    if not PLAIN.issuperset(map(type, parameters)):
+        # frozen weights in few bits, among others
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        if not PLAIN.issuperset(map(type, parameters)):
+            return None
+    reader = TensorReader(identities(parameters), None, gradients=True)
+    return reader if reader.read() and reader.found else None

@@ -12,10 +12,20 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from stoker.model.class_swap import cached, stock_class
+from stoker.model.class_swap import cached, child, stock_class
 from stoker.model.family import Family, MaskedLM, RelativePositions, Role
 
-__all__ = ["FAMILIES", "Family", "MaskedLM", "RelativePositions", "Role", "find", "in_table", "transformers_major"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "MaskedLM",
+    "RelativePositions",
+    "Role",
+    "find",
+    "in_table",
+    "transformers_major",
+    "unresolved",
+]
 
 
 def _row(name: str, folder: str, prefix: str, **changes: object) -> Family:
@@ -458,6 +468,45 @@ def in_table(cls: type[nn.Module]) -> tuple[Family, Role] | None:
     cls = stock_class(cls)
     owner = next(ancestor for ancestor in cls.__mro__ if "forward" in ancestor.__dict__)
     return _BY_CLASS.get((owner.__module__, owner.__qualname__))
+
+
+def unresolved(module: nn.Module, row: Family, role: Role) -> str | None:
+    """The first path of a row that `module`, which has this role in it, lacks; a new version may have renamed it."""
+    paths: dict[str, tuple[str | None, ...]] = {
+        "layer": _paths_in_layer(row),
+        "embeddings": (row.word, row.position, row.token_type, row.embedding_norm, row.embedding_dropout),
+        "question_answering": (row.span_logits,),
+        "causal_lm": ("lm_head",),
+    }
+    for path in paths.get(role, ()):
+        try:
+            if path is not None:
+                child(module, path)
+        except AttributeError:
+            return path
+    return None
+
+
+def _paths_in_layer(row: Family) -> tuple[str | None, ...]:
+    relative = row.relative
+    return (
+        *row.projections(),
+        row.out,
+        *row.ups(),
+        row.down,
+        *row.norms(),
+        row.head_size,
+        row.activation,
+        row.grouped,
+        row.scale if isinstance(row.scale, str) else None,
+        row.softcap,
+        row.parallel,
+        row.attention_dropout,
+        row.out_dropout,
+        row.inner_dropout,
+        row.down_dropout,
+        *((relative.active, relative.shared) if relative is not None else ()),
+    )
 
 
 @cached

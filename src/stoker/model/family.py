@@ -89,6 +89,9 @@ class Family:
     causal_lm: str | None = None
     """The language model with its head `lm_head`; logits are capped at config.final_logit_softcapping where that is set."""
 
+    piece: Literal["layer", "attention", "feed_forward"] = "layer"
+    """What paths are relative to: a layer, or one module of it, of which the row describes that half only (known_parts.py)."""
+
     # attention
     causal: bool = False
     """A token sees only itself and those before it."""

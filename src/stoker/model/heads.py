@@ -40,7 +40,7 @@ class QuestionAnsweringModel(Optimized):
     stoker_model = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with running(HeadCall()):
+        with running(HeadCall(masks_padding=True)):
             return super().forward(*args, **kwargs)
 
 

@@ -82,12 +82,26 @@ class LeafLinear(Optimized):
             dtype = torch.get_autocast_dtype("cpu")
             if dtype != torch.bfloat16:
                 return super().forward(input)
+            if self.weight.dtype == torch.float32 and input.numel() * self.weight.shape[0] < SMALL_PRODUCT:
+                return _linear_in_fp32(input, self.weight, self.bias).to(dtype)
             input = input.to(dtype)
         elif input.dtype == torch.float32 != self.weight.dtype:
             return super().forward(input)  # raises stock's error: only the weights were cast
         elif input.dtype == self.weight.dtype and input.numel() * self.weight.shape[0] < SMALL_PRODUCT:
             return super().forward(input)
         return linear(input, self.weight, self.bias)
+
+
+def _linear_in_fp32(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of a small input inside of autocast, which would first cast the weights, at more than the product costs.
+
+    Without bf16 units torch would also multiply one number at a time.
+    """
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        return nn.functional.linear(input.float(), weight, None if bias is None else bias.float())
+    finally:
+        torch.set_autocast_enabled("cpu", True)
 
 
 class LeafDropout(Optimized):

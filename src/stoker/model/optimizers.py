@@ -1,4 +1,7 @@
-"""Switches torch's own optimizers to their fused implementation in place: schedulers, state and param groups are kept."""
+"""Switches torch's own optimizers to their fused implementation in place: schedulers, state and param groups are kept.
+
+AdamW and Adam then update all parameters by one native call (model/native_adam.py).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from stoker.model import native_adam
 from stoker.requires import supported
 
 __all__ = ["fuse", "unfuse"]
@@ -30,6 +34,7 @@ def fuse(optimizer: Any, sparse: Collection[Tensor] = ()) -> str:
     if reason := _why_not(inner, {id(parameter) for parameter in sparse}):
         return f"{name} left alone: {reason}"
     if all(group.get("fused") for group in inner.param_groups):
+        _make_native(inner)
         return f"{name} was already fused"
     flagged = [inner.defaults, *inner.param_groups]
     _STOCK_FLAGS[inner] = [(flags.get("fused"), flags.get("foreach")) for flags in flagged]
@@ -42,12 +47,19 @@ def fuse(optimizer: Any, sparse: Collection[Tensor] = ()) -> str:
             state["step"] = torch.tensor(float(step))
     inner._step_supports_amp_scaling = True  # as the constructor does for fused=True
     inner._need_device_dtype_check_for_fused = True
+    _make_native(inner)
     return f"{name} fused"
 
 
+def _make_native(inner: Any) -> None:
+    if isinstance(inner, Adam):  # AdamW is one, too
+        native_adam.install(inner)
+
+
 def unfuse(optimizer: Any) -> None:
-    """Restores the flags of an optimizer that `fuse` changed."""
+    """Restores the implementation and the flags of an optimizer that `fuse` changed."""
     inner = _unwrapped(optimizer)
+    native_adam.remove(inner)
     flagged = [inner.defaults, *inner.param_groups]
     known = _STOCK_FLAGS.pop(inner, [])
     # groups that were added since take the defaults' flags

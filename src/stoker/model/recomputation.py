@@ -61,7 +61,7 @@ def keeping_activations(model: nn.Module, tokens: int, itemsize: int) -> Iterato
 
 def _fit(model: nn.Module, need: float) -> bool:
     if model not in _BUDGETS:
-        free = _free()
+        free = free_memory()
         _BUDGETS[model] = budget = free / _SHARE
         if need <= budget:
             log.warning(
@@ -73,7 +73,7 @@ def _fit(model: nn.Module, need: float) -> bool:
     return need <= _BUDGETS[model]
 
 
-def _free() -> float:
+def free_memory() -> float:
     """Bytes of memory that are free for this process, if all processes of this machine's job take an equal part; 0: unknown."""
     machine = Machine.read()
     cgroup = machine.limits.cgroup

@@ -18,13 +18,13 @@ from stoker.machine import Machine, load
 from stoker.machine.rates import TrainingStep, installed_version
 from stoker.model.optimize import optimize
 
-__all__ = ["measure_training_step"]
+__all__ = ["in_turn", "measure_training_step", "sides", "size_for"]
 
-_ROWS, _LENGTH = 12, 128  # as many tokens as a typical batch: with fewer, the optimizer would dominate
+_ROWS, LENGTH = 12, 128  # as many tokens as a typical batch: with fewer, the optimizer would dominate
 _FEW_ROWS = 3  # where twelve would take too long
 _ALL_ROWS_FROM = 100.0  # GFLOP/s in fp32: a step of twelve rows takes about half a second there
 _LAYERS = 2
-_SMALL, _BASE = 384, 768  # widths of MiniLM and of BERT-base
+SMALL_WIDTH, BASE_WIDTH = 384, 768  # widths of MiniLM and of BERT-base
 _BASE_FROM = 1000.0  # GFLOP/s in fp32: slower machines would take ten seconds at the larger width
 _WARM_UP = 2  # rounds: the first chooses the engines for the products, the second fills the optimizer's caches
 _ROUNDS = (3, 31)
@@ -44,15 +44,14 @@ def measure_training_step(machine: Machine, fp32_gflops: float, *, seconds: floa
         raise RuntimeError(
             f"only {min(available) / 2**30:.1f} GB of memory are available; {_MEMORY >> 30} GB are needed"
         )
-    width = _BASE if fp32_gflops >= _BASE_FROM else _SMALL
-    rows = max(_FEW_ROWS, min(_ROWS, round(_ROWS * fp32_gflops / _ALL_ROWS_FROM)))
+    width, rows = size_for(fp32_gflops)
     before = torch.get_num_threads()
     others = load.others_during()
     torch.set_num_threads(machine.usable_threads)
     try:
         with torch.random.fork_rng(devices=[]):  # measuring must not change the caller's random state
-            fp32, bf16 = _sides(width, rows)
-            times = _in_turn(fp32, bf16, seconds)
+            fp32, bf16 = sides(width, rows)
+            times = in_turn(fp32, bf16, seconds)
     finally:
         torch.set_num_threads(before)
     return TrainingStep(
@@ -60,7 +59,7 @@ def measure_training_step(machine: Machine, fp32_gflops: float, *, seconds: floa
         bf16=round(statistics.median(times[1]), 6),
         width=width,
         layers=_LAYERS,
-        tokens=rows * _LENGTH,
+        tokens=rows * LENGTH,
         rounds=len(times[0]),
         stoker=installed_version("stoker"),
         measured=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -68,7 +67,13 @@ def measure_training_step(machine: Machine, fp32_gflops: float, *, seconds: floa
     )
 
 
-def _sides(width: int, rows: int) -> tuple[Step, Step]:
+def size_for(fp32_gflops: float) -> tuple[int, int]:
+    """Width of the model and rows of a batch, such that a step takes neither too long nor too little time to measure."""
+    width = BASE_WIDTH if fp32_gflops >= _BASE_FROM else SMALL_WIDTH
+    return width, max(_FEW_ROWS, min(_ROWS, round(_ROWS * fp32_gflops / _ALL_ROWS_FROM)))
+
+
+def sides(width: int, rows: int) -> tuple[Step, Step]:
     """A function for each precision that runs one training step of the same model."""
     try:
         from transformers import BertConfig, BertForSequenceClassification
@@ -83,7 +88,7 @@ def _sides(width: int, rows: int) -> tuple[Step, Step]:
         num_attention_heads=width // 64,
     )
     model = BertForSequenceClassification(config).train()
-    ids = torch.randint(0, config.vocab_size, (rows, _LENGTH))
+    ids = torch.randint(0, config.vocab_size, (rows, LENGTH))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0] % 2}
     return _side(copy.deepcopy(model), torch.float32, inputs), _side(model, torch.bfloat16, inputs)
 
@@ -99,7 +104,7 @@ def _side(model: Any, dtype: torch.dtype, inputs: dict[str, torch.Tensor]) -> St
     return step
 
 
-def _in_turn(fp32: Step, bf16: Step, seconds: float) -> tuple[list[float], list[float]]:
+def in_turn(fp32: Step, bf16: Step, seconds: float) -> tuple[list[float], list[float]]:
     """Seconds of each step. The sides alternate, so that other load on the machine affects both."""
     for _ in range(_WARM_UP):
         fp32()
