@@ -30,9 +30,12 @@ DOCUMENTED = {"os._exit", "library._name", "library._handle"}
 """Names with an underscore that Python's own documentation describes."""
 VARIABLES = {
     "config": {"PretrainedConfig"},
+    "config_class": {"PretrainedConfig"},
+    "Tensor": {"Tensor"},
     "gloo": {"ProcessGroupGloo"},
     "group": {"ProcessGroupGloo"},
     "inner": {"Adam", "Adagrad", "SGD"},
+    "layer": {"Module"},
     "model": {"PreTrainedModel"},
     "module": {"Module"},
     "options": {"_Options"},
@@ -40,6 +43,7 @@ VARIABLES = {
     "rendezvous": {"torch.distributed.rendezvous"},
     "sentence_class": {"SentenceTransformer"},
     "spec": {"_load_unlocked"},
+    "weight": {"Tensor"},
     "trl_utils": {"trl.trainer.utils"},
     "wrapped": {"DistributedDataParallel"},
 }

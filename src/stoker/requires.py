@@ -80,12 +80,14 @@ PARTS: dict[str, Part] = {
     "optimize": Part(
         "models are not optimised",
         (
+            "torch:Tensor._base",
             "torch._C:DisableTorchFunctionSubclass",
             "torch._C:_are_functorch_transforms_active",
             "torch._C:_current_graph_task_id",
             "torch._C:_functions.DelayedError",
             "torch._C:_len_torch_dispatch_stack",
             "torch.autograd.forward_ad:_current_level",
+            "torch.nn.modules.module:_has_any_global_hook",
             "torch.fx._symbolic_trace:_is_fx_tracing_flag",
             "torch.utils.weak:TensorWeakRef",
             # Not __init__, which torch.compile wraps.
@@ -109,6 +111,14 @@ PARTS: dict[str, Part] = {
             "torch.optim:SGD.__init__{_step_supports_amp_scaling, _need_device_dtype_check_for_fused}",
         ),
     ),
+    "optimizers in one call": Part(
+        "AdamW, Adam and clipping are torch's own",
+        (
+            "torch:Tensor._cdata",
+            "torch.optim:Adam._init_group(group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)",
+            "torch.optim:Adam.step{_init_group}",
+        ),
+    ),
     "padding-free models": Part(
         "batches are computed with their padding",
         (
@@ -126,11 +136,14 @@ PARTS: dict[str, Part] = {
     "attention interface": Part(
         "the attention implementation 'stoker' is not available, and models outside the table keep their padding",
         (
+            "torch:Tensor._make_wrapper_subclass",
+            "torch._C:_disabled_torch_function_impl",
             "transformers.modeling_utils:AttentionInterface.register(key, value)",
             "transformers.modeling_utils:PreTrainedModel._can_set_attn_implementation",
             "transformers.modeling_utils:PreTrainedModel._supports_flash_attn",
             "transformers.modeling_utils:PreTrainedModel._supports_sdpa",
             "transformers:PretrainedConfig._attn_implementation",
+            "transformers:PretrainedConfig.sub_configs",
             "transformers.masking_utils:AttentionMaskInterface.register(key, value)",
             "transformers.masking_utils:and_masks",
             "transformers.masking_utils:eager_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, "
@@ -220,6 +233,14 @@ PARTS: dict[str, Part] = {
             f"{_TRAINER}.get_batch_samples(epoch_iterator, num_batches, device)",
             f"{_TRAINER}.log(logs, ...)",
             f"{_TRAINER}.__init__{{model_accepts_loss_kwargs, compute_loss_func}}",
+        ),
+    ),
+    "Trainer: host time": Part(
+        "the Trainer's steps cost as much host time as those of transformers",
+        (
+            f"{_TRAINER}.floating_point_ops(inputs)",
+            f"{_TRAINER}.create_scheduler(num_training_steps, ...)",
+            "accelerate.optimizer:AcceleratedOptimizer.step(closure)",
         ),
     ),
     "label smoothing": Part(
@@ -336,6 +357,10 @@ PARTS: dict[str, Part] = {
         "scripts that choose the address of their ranks themselves wait for a store until their time-out",
         ("torch.distributed.rendezvous:_create_c10d_store(hostname, port, rank, world_size, timeout, ...)",),
     ),
+    "job store": Part(
+        "the ranks of a launch meet in torch's own store, to which everybody can write who reaches its port",
+        ("torch.distributed.rendezvous:_create_c10d_store(hostname, port, rank, world_size, timeout, ...)",),
+    ),
     "elastic launch": Part(
         "several processes cannot be started",
         (
@@ -368,6 +393,7 @@ PARTS: dict[str, Part] = {
         "--heal is ignored: a run in which a rank is killed restarts from its last checkpoint",
         (
             "torch.distributed:ProcessGroup.abort",
+            "torch.distributed.distributed_c10d:_world.group_count",
             "torch.testing._internal.distributed.fake_pg:FakeProcessGroup",
         ),
     ),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import tiny_models as tiny
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import stoker
 from stoker.kernels import microkernels
@@ -215,6 +215,39 @@ def test_unknown_optimizers_are_left_alone() -> None:
         assert stoker.optimize(model, optimizer, dtype=torch.float32) == (model, optimizer)
         assert not optimizer.param_groups[0].get("fused")
         assert "left alone" in stoker.report(model).optimizer
+
+
+def test_adafactor_updates_as_in_stock_on_equal_gradients() -> None:
+    from transformers.optimization import Adafactor
+
+    stock = tiny.model("Bert")
+    model, settings = copy.deepcopy(stock), {"lr": 1e-3, "scale_parameter": False, "relative_step": False}
+    model, optimizer = stoker.optimize(model, Adafactor(model.parameters(), **settings))
+    own = Adafactor(stock.parameters(), **settings)
+    for _ in range(2):
+        for one, other in zip(stock.parameters(), model.parameters(), strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        own.step()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(stock.parameters(), model.parameters(), strict=True))
+
+
+def test_gradients_in_bf16_are_about_as_exact_as_those_of_stock() -> None:
+    head, errors = "SequenceClassification", {"stock": 0.0, "ours": 0.0}
+    for seed in range(4):
+        stock, full = tiny.model("Bert", head, seed=seed), tiny.batch("Bert", head, seed=seed)
+        exact = _gradient(copy.deepcopy(stock).double(), full, torch.float64)
+        for side, one in (("stock", copy.deepcopy(stock)), ("ours", stoker.optimize(copy.deepcopy(stock)))):
+            errors[side] += float((_gradient(one, full, torch.bfloat16) - exact).norm() / exact.norm())
+    assert 0.0 < errors["ours"] < 2.5 * errors["stock"], errors  # residuals are bf16, which autocast keeps in fp32
+
+
+def _gradient(model: nn.Module, full: tiny.Batch, dtype: torch.dtype) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        loss = model(**full.kwargs).loss
+    loss.backward()
+    return torch.cat([gradient.double().flatten() for gradient in tiny.gradients(model).values()])
 
 
 def test_training_learns_as_stock_does() -> None:

@@ -6,6 +6,7 @@ calling them, so those are part of it; a linear layer or a norm is listed only w
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,13 +14,14 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from stoker.model.any_model import uses_attention
+from stoker.model.any_model import uses_attention, why_no_base_model
 from stoker.model.causal_lm import CausalLMModel
 from stoker.model.class_swap import Optimized, Settings, stock_class
-from stoker.model.families import FAMILIES, find, in_table, transformers_major
+from stoker.model.families import FAMILIES, find, in_table, transformers_major, unresolved
 from stoker.model.frozen_weights import describe
 from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias, RelativeDistances
 from stoker.model.heads import FirstTokenModel, MaskedLMModel, QuestionAnsweringModel, SpanLogits
+from stoker.model.known_parts import KnownPart
 from stoker.model.leaf_modules import LeafDropout, kernel_for
 from stoker.model.padding_free import PaddingFreeModel, always_stock, stock_calls
 
@@ -106,7 +108,7 @@ def report(model: nn.Module) -> Report:
     counts = Counter(
         (_part(module), stock_class(type(module)).__name__) for module in called if isinstance(module, Optimized)
     )
-    layers = [module for module in called if isinstance(module, FusedLayer)]
+    layers = [module for module in called if isinstance(module, (FusedLayer, KnownPart))]
     counts.update(
         ("LoRA linear", stock_class(type(one)).__name__) for layer in layers for one in layer.stoker_adapted()
     )
@@ -145,6 +147,9 @@ def _called(module: nn.Module, padding_free: bool, seen: set[nn.Module] | None =
     elif isinstance(module, (FusedLayer, FusedEmbeddings)):
         inside = module.stoker_called() if padding_free else inside
         runs = padding_free and not (isinstance(module, FusedEmbeddings) and inside)
+    elif isinstance(module, KnownPart):
+        runs = padding_free or not module.stoker_needs_sequences
+        inside = module.stoker_called() if runs else inside
     elif isinstance(module, (RelativeBias, RelativeDistances, QuestionAnsweringModel, SpanLogits)):
         runs = padding_free
         inside = module.stoker_called() if isinstance(module, RelativeDistances) else inside
@@ -208,13 +213,15 @@ def _whole_parts(model: nn.Module, switches: Settings) -> Iterator[tuple[str, st
 
 
 def _why_no_base_model(model: nn.Module) -> str:
-    found = [match[0] for module in model.modules() if (match := in_table(type(module)))]
+    matches = [(module, *match) for module in model.modules() if (match := in_table(type(module)))]
+    found = [row for _, row, _ in matches]
     if not found:
         families = ", ".join(family.name for family in FAMILIES)
-        return (
-            f"{stock_class(type(model)).__name__} is of no family in the table ({families}), and has no base model that takes "
-            "input_ids, attention_mask and position_ids and whose tokens meet in transformers' attention interface only"
-        )
+        own = f"{stock_class(type(model)).__name__} is of no family in the table ({families})"
+        other = why_no_base_model(model) if "transformers.modeling_utils" in sys.modules else None
+        return f"{own}, and cannot run without padding otherwise: {other or 'it takes no tokens'}"
+    if missing := [(module, path) for module, row, role in matches if (path := unresolved(module, row, role))]:
+        return f"{stock_class(type(missing[0][0])).__name__} has no {missing[0][1]}, where the table expects it"
     if supported := [row for row in found if row.since <= transformers_major()]:
         return f"layers of {supported[0].name} are fused only inside its base model"
     return f"{found[0].name} needs transformers {found[0].since} or later"

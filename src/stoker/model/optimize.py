@@ -18,13 +18,14 @@ from stoker.kernels import native
 from stoker.kernels.frozen_parameter import Form
 from stoker.model import attention_interface, optimizers, precision
 from stoker.model import memory as allocator
-from stoker.model.any_model import ANY, base_models, restore_attention, use_attention
+from stoker.model.any_model import ANY, base_models, restore_attention, use_attention, why_no_base_model
 from stoker.model.causal_lm import CausalLMModel, has_common_head
-from stoker.model.class_swap import Optimized, Settings, child, restore_class, swap_class
-from stoker.model.families import Role, find
+from stoker.model.class_swap import Optimized, Settings, child, restore_class, stock_class, swap_class
+from stoker.model.families import Family, Role, find, unresolved
 from stoker.model.frozen_weights import check_form, store_frozen, widen_frozen
 from stoker.model.fused_layer import FusedEmbeddings, FusedLayer, RelativeBias, RelativeDistances
 from stoker.model.heads import FirstTokenModel, MaskedLMModel, QuestionAnsweringModel, SpanLogits
+from stoker.model.known_parts import known_part
 from stoker.model.leaf_modules import kernel_for
 from stoker.model.optimization_report import Notes, forget, note, report
 from stoker.model.padding_free import PaddingFreeModel
@@ -154,6 +155,8 @@ def _swap_classes(model: nn.Module, settings: Settings) -> None:
     found = [one for one in found if one[1].part is None or supported(one[1].part)]
     if found and not supported("padding-free models"):
         found = []
+    known = bool(found)
+    found = _resolved(model, found)
     overrides: dict[Role, type[Optimized]] = {
         "base": PaddingFreeModel,
         "layer": FusedLayer,
@@ -169,8 +172,10 @@ def _swap_classes(model: nn.Module, settings: Settings) -> None:
     if settings.fuse and settings.fuse_loss and found:
         overrides["causal_lm"] = CausalLMModel
     # Without transformers' own module there is no model of transformers.
-    interface = not found and "transformers.modeling_utils" in sys.modules and attention_interface.available()
+    interface = not known and "transformers.modeling_utils" in sys.modules and attention_interface.available()
     others = list(base_models(model)) if interface and settings.unpad else []
+    if interface and settings.unpad and not others and (why := why_no_base_model(model)) is not None:
+        log.warning("%s keeps its padding, as in stock transformers, because %s", type(model).__name__, why)
     fuse_head = interface and settings.fuse and settings.fuse_loss
     heads = [module for module in model.modules() if has_common_head(module)] if fuse_head else []
     for module in list(model.modules()):
@@ -178,6 +183,9 @@ def _swap_classes(model: nn.Module, settings: Settings) -> None:
             swap_class(module, leaf, settings)
     if interface:
         use_attention(model)
+        for module in list(model.modules()) if settings.fuse else ():
+            if (part := known_part(module)) is not None:
+                swap_class(module, part[0], settings, part[1])
     for module in others:
         swap_class(module, PaddingFreeModel, settings, ANY)
     for module in heads:
@@ -187,6 +195,22 @@ def _swap_classes(model: nn.Module, settings: Settings) -> None:
             swap_class(module, overrides[role], settings, row)
         if role == "question_answering":
             swap_class(child(module, row.span_logits), SpanLogits, settings, row)
+
+
+def _resolved(model: nn.Module, found: list[tuple[nn.Module, Family, Role]]) -> list[tuple[nn.Module, Family, Role]]:
+    """The modules whose family is as the table says; all modules of another family stay stock, with a warning."""
+    missing = {}
+    for module, row, role in found:
+        if row.name not in missing and (path := unresolved(module, row, role)) is not None:
+            missing[row.name] = path
+            log.warning(
+                "%s runs as stock transformers does, because %s has no %s, where the table of families expects it; "
+                "a part was replaced or renamed",
+                stock_class(type(model)).__name__,
+                stock_class(type(module)).__name__,
+                path,
+            )
+    return [one for one in found if one[1].name not in missing]
 
 
 def _actual_precision(model: nn.Module, settings: Settings) -> str | None:

@@ -20,14 +20,17 @@ A checkpoint around such a layer or encoder recomputes it during the backward pa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.mask import read_tokens
 from stoker.model.class_swap import is_exporting
 
 __all__ = [
@@ -73,6 +76,16 @@ class Sequences:
     @property
     def tokens(self) -> int:
         return self.positions.shape[0]
+
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """`cu_seqlens` as the kernels take it."""
+        return self.cu_seqlens.to(torch.int64)
+
+    @functools.cached_property
+    def shared(self) -> dict[Any, Any]:
+        """What layers have made of arguments that all layers of this call are given, so that it is made once."""
+        return {}
 
     def pairs(self) -> int:
         """Pairs of positions of the same sequence."""
@@ -134,31 +147,25 @@ def read_mask(
     mask: Tensor | None, batch: int, length: int, *, dtype: torch.dtype, device: torch.device
 ) -> Sequences | str:
     """The sequences of a batch, or the reason why it cannot be split into sequences."""
-    if mask is None or bool(mask.all()):
+    tokens = None if mask is None else read_tokens(real := mask.bool())
+    if isinstance(tokens, str):
+        return tokens
+    if tokens is None or tokens.index.numel() == batch * length:
         ends = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
         positions = torch.arange(length, device=device).repeat(batch)
         return Sequences(batch=batch, length=length, cu_seqlens=ends, longest=length, positions=positions, dtype=dtype)
-    real = mask.bool()
-    lengths = real.sum(1)
-    starts = real.int().argmax(1)
-    columns = torch.arange(length, device=device)
-    if not torch.equal(real, (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])):
-        return "the attention mask has holes"
-    if int(lengths.max()) == 0:
-        return "the batch has no real token"
-    index = real.reshape(-1).nonzero().squeeze(1)
-    ends = _cumulative(lengths)
-    positions = index % length - starts.repeat_interleave(lengths)
-    padded_left = ((starts > 0) & (lengths > 0)).nonzero().squeeze(1)
-    left = (padded_left, (ends[1:] - lengths)[padded_left]) if padded_left.numel() else None
+    left = None
+    if tokens.shifted:
+        rows = ((tokens.firsts > 0) & (tokens.counts > 0)).nonzero().squeeze(1)
+        left = rows, (tokens.counts.cumsum(0) - tokens.counts)[rows]
     return Sequences(
         batch=batch,
         length=length,
-        cu_seqlens=_cumulative(lengths[lengths > 0]).int(),
-        longest=int(lengths.max()),
-        positions=positions,
+        cu_seqlens=tokens.starts.int(),
+        longest=tokens.longest,
+        positions=tokens.positions,
         dtype=dtype,
-        index=index,
+        index=tokens.index,
         mask=real,
         left=left,
     )
@@ -200,6 +207,8 @@ class HeadCall:
     """The head takes the last hidden state packed, as (1, tokens, width)."""
     first_token: bool = False
     """The head reads the last hidden state of each row's first token only, and takes it as (batch, 1, width)."""
+    masks_padding: bool = False
+    """What the head computes at padding is masked before anybody sees it."""
     sequences: Sequences | None = None
     """Those of the last padding-free call of a base model."""
 
@@ -273,6 +282,8 @@ class Positions:
     computed: int = 0
     pairs: int = 0
     """Pairs of positions of one sequence, as attention computes them."""
+    pairs_wanted: bool = True
+    """Whether somebody will ask for the pairs, which have to be read from a tensor."""
 
 
 _COUNT: ContextVar[Positions | None] = ContextVar("stoker_positions", default=None)
@@ -296,4 +307,5 @@ def count(given: int, computed: int, pairs: Callable[[], int]) -> None:
     if (positions := _COUNT.get()) is not None and torch.is_grad_enabled():
         positions.given += given
         positions.computed += computed
-        positions.pairs += pairs()
+        if positions.pairs_wanted:
+            positions.pairs += pairs()
