@@ -323,7 +323,7 @@ def test_an_interrupt_during_evaluation_saves_at_once(tree_path: Path) -> None:
 
 
 def test_the_resume_command_of_another_launchers_ranks_says_how_to_start_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_launches", [])
+    monkeypatch.setattr(command, "launches", [])
     for launch, shown in (
         (None, "To resume (start 2 processes as before):\n  stoker train qa --resume_from_checkpoint c"),
         (command.Launch(("stoker", "launch", "s.py"), outer="Intel MPI"),
@@ -351,7 +351,7 @@ BATCH = {"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": torc
 
 def test_a_peak_that_is_exceeded_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[bool] = []
-    monkeypatch.setattr("stoker.hf.meter._peak_now", lambda bf16: looks.append(bf16) or 1e15)
+    monkeypatch.setattr("stoker.hf.meter.peak_now", lambda bf16: looks.append(bf16) or 1e15)
     meter = Meter(Work(6.0, 0.0), 1e-3, bf16=True)
     for _ in range(2):
         meter.batch(BATCH)
@@ -360,7 +360,7 @@ def test_a_peak_that_is_exceeded_is_measured_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_training_slightly_above_the_measured_peak_sets_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.hf.meter._peak_now", lambda bf16: None)
+    monkeypatch.setattr("stoker.hf.meter.peak_now", lambda bf16: None)
     meter = Meter(Work(6.0, 0.0), 100.0)
     assert [meter._share(rate)["share_of_peak"] for rate in (50.0, 104.0, 52.0)] == [0.5, 1.0, 0.5]
     assert meter.peak == 104.0
@@ -369,7 +369,7 @@ def test_training_slightly_above_the_measured_peak_sets_the_peak(monkeypatch: py
 def test_a_peak_that_is_exceeded_again_is_discarded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("stoker.hf.meter._peak_now", lambda bf16: None)
+    monkeypatch.setattr("stoker.hf.meter.peak_now", lambda bf16: None)
     shares = []
     for peak in (1e15, 1e-3):
         meter = Meter(Work(6.0, 0.0), peak)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from stoker.hf.ddp_backend import choose, join, several_processes
 from stoker.hf.ranks import NOT_IN_DDP, configure_ddp, warn_of_ignored_settings, without_ddp
 from stoker.requires import drop_unsupported, supported
 
-__all__ = ["Accelerator", "clip_in_one_pass"]
+__all__ = ["Accelerator", "clip_in_one_pass", "step_directly"]
 
 log = logging.getLogger("stoker")
 
@@ -128,6 +129,29 @@ def clip_in_one_pass(accelerator: _Stock) -> None:
     """Makes `accelerator`, Stoker's or the one of a Trainer, clip gradients with Stoker's kernel."""
     if "clip_grad_norm_" not in vars(accelerator) and supported("gradient clipping"):
         accelerator.clip_grad_norm_ = functools.partial(_clip, accelerator, accelerator.clip_grad_norm_)
+
+
+def step_directly(optimizer: Any) -> None:
+    """Makes accelerate's wrapper of an optimizer step without what can only concern others, on CPUs in fp32 or bf16.
+
+    Call it before a scheduler is made for the optimizer.
+
+    accelerate looks for an installed package of LOMO twice in each step, in all folders that Python imports from: on a slow
+    file system that takes longer than the rest of the Trainer's step.
+    """
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType, is_lomo_available
+
+    own = type(optimizer) is AcceleratedOptimizer and AcceleratedOptimizer.step.__module__ == "accelerate.optimizer"
+    if not own or "step" in vars(optimizer) or optimizer.scaler is not None or is_lomo_available():
+        return
+    if optimizer.accelerator_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        optimizer.step = MethodType(_step, optimizer)  # a method, which schedulers of torch wrap
+
+
+def _step(optimizer: Any, closure: Any = None) -> None:
+    if optimizer.gradient_state.sync_gradients:
+        optimizer.optimizer.step(closure)
 
 
 def _clip(accelerator: _Stock, stock: Any, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:

@@ -30,6 +30,7 @@ log = logging.getLogger("stoker")
 
 _NOISE = 1.05  # measurements of the same product at different times differ by this factor
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
+_KEPT = 256  # batches whose lengths wait to be counted, at most: reading a number from a tensor in each step costs more
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,13 @@ def _lengths(ids: torch.Tensor, mask: Any, positions: Any) -> torch.Tensor:
     return torch.full((ids.shape[0],), ids.shape[1])
 
 
-def _labelled(inputs: Mapping[str, Any]) -> int:
+def _labelled(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     """Tokens with a label, in a batch with a label for each token; transformers' label for the others is -100."""
     labels, ids = inputs.get("labels"), inputs.get("input_ids")
     if not isinstance(labels, torch.Tensor) or not isinstance(ids, torch.Tensor) or labels.shape != ids.shape:
         mask = inputs.get("completion_mask")  # of TRL's preference pairs
-        return int(mask.sum()) if isinstance(mask, torch.Tensor) else 0
-    return int((labels != -100).sum())
+        return mask.sum() if isinstance(mask, torch.Tensor) else None
+    return (labels != -100).sum()
 
 
 def training_flops(work: Work, lengths: torch.Tensor, labelled: int = 0) -> float:
@@ -153,14 +154,17 @@ class Meter:
     """The length to which stock would pad every row; None: the longest of the batch."""
     positions: Positions = field(default_factory=Positions)
     """Positions that the padding-free parts of the model received and computed; zero if it has none."""
-    tokens: int = 0
     rows: int = 0
-    flops: float = 0.0
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     bf16: bool = False
     _remeasured: bool = False
     _since: float = field(default_factory=time.perf_counter)
     _paused: float = 0.0
+    _tokens: int = 0
+    _flops: float = 0.0
+    _lengths: list[torch.Tensor] = field(default_factory=list)
+    """Of texts that are not counted yet."""
+    _labels: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: nn.Module, *, bf16: bool) -> Meter:
@@ -170,12 +174,37 @@ class Meter:
     def batch(self, inputs: Mapping[str, Any]) -> None:
         """Counts a batch that is about to be computed."""
         rows = 0
-        labelled = _labelled(inputs) if self.work.per_label else 0
+        labelled = _labelled(inputs) if self.work.per_label else None
         for lengths in _texts(inputs):
             rows = max(rows, len(lengths))  # both texts of a pair belong to one row
-            self.tokens += int(lengths.sum())
-            self.flops += training_flops(self.work, lengths, labelled)
+            self._lengths.append(lengths)
+            if labelled is not None:
+                self._labels.append(labelled)
         self.rows += rows
+        self.positions.pairs_wanted = not rows
+        if len(self._lengths) > _KEPT:
+            self._count()
+
+    def _count(self) -> None:
+        """Adds up the batches since the last call."""
+        if not self._lengths:
+            return
+        lengths = torch.cat(self._lengths)
+        labelled = int(torch.stack(self._labels).sum()) if self._labels else 0
+        self._tokens += int(lengths.sum())
+        self._flops += training_flops(self.work, lengths, labelled)
+        self._lengths, self._labels = [], []
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens since the last `take`."""
+        self._count()
+        return self._tokens
+
+    @property
+    def flops(self) -> float:
+        self._count()
+        return self._flops
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -195,7 +224,7 @@ class Meter:
             return {}
         if rate > self.peak and not self._remeasured:
             self._remeasured = True
-            self.peak = max(self.peak, _peak_now(self.bf16) or 0.0)
+            self.peak = max(self.peak, peak_now(self.bf16) or 0.0)
         if rate > _NOISE * self.peak:
             # The peak was measured while the machine was busy.
             log.warning(
@@ -211,24 +240,25 @@ class Meter:
         now = time.perf_counter()
         seconds = max(now - self._since - self._paused, 1e-9)
         figures: dict[str, float] = {}
-        if not self.tokens:  # raw texts are tokenized inside the loss: only what the model computed is known
-            self.tokens = self.positions.computed
-            self.flops = self.work.per_token * self.tokens + self.work.per_pair * self.positions.pairs
-        if self.tokens:
-            figures["tokens_per_second"] = round(self.tokens / seconds, 1)
+        tokens, flops = self.tokens, self.flops
+        if not tokens:  # raw texts are tokenized inside the loss: only what the model computed is known
+            tokens = self.positions.computed
+            flops = self.work.per_token * tokens + self.work.per_pair * self.positions.pairs
+        if tokens:
+            figures["tokens_per_second"] = round(tokens / seconds, 1)
             if self.rows:
                 figures["samples_per_second"] = round(self.rows / seconds, 2)
             if self.positions.given:
                 padded = self.rows * (self.padded_length or 0) or self.positions.given
                 figures["padding_avoided"] = round(1.0 - self.positions.computed / padded, 4)
-            if self.flops:
-                figures |= self._share(self.flops / seconds)
+            if flops:
+                figures |= self._share(flops / seconds)
             known_phases = sum(value for name, value in self.phases.items() if name != "rest")
             self.phases["rest"] = max(seconds - known_phases, 0.0)
         self.last_phases = dict(self.phases)
         self.phases = dict.fromkeys(PHASES, 0.0)
-        self.tokens = self.rows = self.positions.given = self.positions.computed = self.positions.pairs = 0
-        self.flops = self._paused = 0.0
+        self._tokens = self.rows = self.positions.given = self.positions.computed = self.positions.pairs = 0
+        self._flops = self._paused = 0.0
         self._since = time.perf_counter()
         return figures
 
@@ -241,7 +271,7 @@ def peak(rates: Rates, bf16: bool) -> float:
     return best * min(1.0, torch.get_num_threads() / rates.threads)
 
 
-def _peak_now(bf16: bool) -> float | None:
+def peak_now(bf16: bool) -> float | None:
     """Measures the peak again; None where other processes compute at the same time."""
     machine = this_machine()
     rates = known(machine)

@@ -5,6 +5,7 @@ Weights that are not finite are never saved, so the last good checkpoint stays t
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,8 @@ class NonFiniteLoss(UserError):
 
 def require_finite_loss(trainer: Any, loss: torch.Tensor, position: Position) -> None:
     """Raises NonFiniteLoss unless the loss of the batch at `position` is finite."""
-    if bool(torch.isfinite(loss).all()):
+    # The number itself is at hand on a CPU; the operators that look at it cost more than reading it.
+    if math.isfinite(loss.item()) if loss.numel() == 1 else bool(torch.isfinite(loss).all()):
         return
     ids = _example_ids(trainer, position)
     examples = f" (examples {', '.join(ids[:8])}{', ...' if len(ids) > 8 else ''})" if ids else ""

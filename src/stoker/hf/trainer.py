@@ -36,6 +36,7 @@ from stoker.hf.ranks import Ranks, averages_own_loss
 from stoker.hf.record import Recorder, loss_name
 from stoker.hf.seeded_batches import BatchSeeds
 from stoker.hf.trainer_events import TrainerEvents
+from stoker.model.padding_readers import PaddingRead
 from stoker.model.sequences import counting
 from stoker.requires import drop_unsupported, require, supported
 from stoker.run_report.log import PRUNED
@@ -63,6 +64,7 @@ class Trainer(HealingTrainer):
         self._batches: EpochBatches | None = None
         self._batch_seeds: BatchSeeds | None = None
         self._position = Position()
+        self._flos_per_position: int | None = None
         self.recorder = Recorder(self)
         self.ranks = Ranks(self)
         self.healing = Healing(self)
@@ -107,6 +109,13 @@ class Trainer(HealingTrainer):
         super().create_optimizer(*([] if model is None else [model]))
         self.optimizer = self._optimize(self.optimizer)
         return self.optimizer
+
+    def create_scheduler(self, *args: Any, **named: Any) -> Any:
+        from stoker.hf.accelerator import step_directly
+
+        if self.args.device.type == "cpu":
+            step_directly(self.optimizer)
+        return super().create_scheduler(*args, **named)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if self._optimized is not self.model:
@@ -163,13 +172,22 @@ class Trainer(HealingTrainer):
         meter.batch(inputs)
         begin, forward = time.perf_counter(), meter.phases["forward"]
         with counting(meter.positions):
-            loss: torch.Tensor = super().training_step(model, inputs, *args, **named)
+            loss: torch.Tensor = self._computed_step(model, inputs, *args, **named)
         self.ranks.backward_ended()
         meter.phases["backward"] += time.perf_counter() - begin - (meter.phases["forward"] - forward)
         if self._stops_on_nan:
             require_finite_loss(self, loss, self._position)
         self._position.micro_batch += 1
         return loss
+
+    def _computed_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **named: Any) -> Any:
+        try:
+            return super().training_step(model, inputs, *args, **named)
+        except PaddingRead:
+            if self._position.micro_batch or self.args.world_size > 1:
+                raise  # gradients of other batches have been added already, or are expected by other ranks
+            model.zero_grad()
+            return super().training_step(model, inputs, *args, **named)
 
     def compute_loss(self, *args: Any, **named: Any) -> Any:
         if self._meter is None or not self.model.training:
@@ -186,6 +204,15 @@ class Trainer(HealingTrainer):
         if balanced is None or self.model_accepts_loss_kwargs or self.compute_loss_func is not None:
             return 1.0
         return balanced.weight(self._position.in_epoch(len(balanced), self.args, self.state.global_step)[1])
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As in transformers, which counts the parameters of the model anew in every step."""
+        ids = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if self._meter is None or not isinstance(ids, torch.Tensor) or not ids.numel() or _counts_its_own(self.model):
+            return int(super().floating_point_ops(inputs))
+        if self._flos_per_position is None:
+            self._flos_per_position = super().floating_point_ops(inputs) // ids.numel()
+        return self._flos_per_position * ids.numel()
 
     @property
     def _stops_on_nan(self) -> bool:
@@ -234,6 +261,7 @@ class Trainer(HealingTrainer):
             self._pending_evaluation.reset(checkpoint, trial, ignore_keys_for_eval)
             if self.model is not None:
                 self._meter = Meter.of(self.model, bf16=self._precision() == torch.bfloat16)
+                self._flos_per_position = None
                 self._meter.padded_length = self.padded_length
             if not is_joining():  # else when it is known which step the others are at
                 self.recorder.begin(checkpoint, start.facts)
@@ -269,6 +297,12 @@ class Trainer(HealingTrainer):
             # After an exception, too, this is no longer training: a later evaluate() saves nothing and ends nothing.
             self._interrupts.received = None
             self.is_in_train = False
+
+
+def _counts_its_own(model: Any) -> bool:
+    """Whether this model does not count operations as transformers does: a number for each position of its input."""
+    own = getattr(type(model), "floating_point_ops", None)  # of transformers 4, and of users' models
+    return own is not None and own.__module__ != "transformers.modeling_utils"
 
 
 def _checkpoints_by_default(args: Any) -> bool:
