@@ -90,9 +90,73 @@ def test_lower_is_better_for_losses_and_errors_only() -> None:
 def test_the_table_has_a_line_for_each_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(runs / "slow"), str(runs / "gone"), str(runs / "deep")]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines[0] == ["run", "status", "f1", "tokens/s", "duration", "max_seq_length", "learning_rate"]
+    assert lines[0] == ["run", "status", "f1", "tokens/s", "duration", "learning_rate", "max_seq_length"]
     assert lines[2][:6] == ["1", "deep/fast", "finished", "80", "(step", "10)"]
-    assert lines[4] == ["3", "gone", "killed", "-", "250", "0", "s", "default", "4"]
+    assert lines[4] == ["3", "gone", "killed", "-", "250", "0", "s", "4", "-"]
+
+
+def log_a_task(folder: Path, task: str, scores: dict[str, float], **settings: Any) -> None:
+    log = RunLog(folder)
+    inner = {
+        "router_mapping": {"a": folder.name},
+        "ddp_broadcast_buffers": folder.name == "a",
+        "eval_steps": len(folder.name),
+    }
+    log.write("start", task=task, model="org/bert", command=f"stoker train {task} --output_dir {folder}",
+              arguments=inner, settings=settings)  # fmt: skip
+    log.write("evaluation", step=1, **{f"eval_{name}": value for name, value in scores.items()})
+    log.write("end", reason="finished", step=1)
+
+
+def test_each_task_has_a_table_sorted_by_its_own_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log_a_task(tmp_path / "a", "qa", {"f1": 2.342}, learning_rate=5e-5, seed=42)
+    log_a_task(tmp_path / "bb", "fewshot", {"f1": 0.9, "accuracy": 0.7}, learning_rate=2e-5, seed=42)
+    log_a_task(tmp_path / "c", "fewshot", {"f1": 0.8, "accuracy": 0.87}, learning_rate=1e-5, seed=42)
+    assert main(["runs", str(tmp_path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[0] == ["fewshot,", "2", "runs"]
+    assert lines[1] == ["run", "accuracy", "tokens/s", "duration", "learning_rate"]
+    assert lines[3] == ["1", "c", "0.87", "-", "0", "s", "1e-05"]
+    assert lines[4] == ["2", "bb", "0.7", "-", "0", "s", "2e-05"]
+    assert lines[-4] == ["qa,", "1", "run"]
+    assert lines[-3] == ["run", "f1", "tokens/s", "duration"]
+    found = as_json(capsys, str(tmp_path))
+    assert [(one["task"], one["by"]) for one in found["runs"]] == [("fewshot", "eval_accuracy")] * 2 + [
+        ("qa", "eval_f1")
+    ]
+    page = tmp_path / "page.html"
+    assert main(["runs", str(tmp_path), "--html", str(page)]) == 0
+    assert [f"<h2>{name}</h2>" in page.read_text() for name in ("fewshot", "qa", "ner")] == [True, True, False]
+    assert "ddp_broadcast_buffers" not in page.read_text()
+
+
+def test_a_table_has_six_settings_at_most_and_names_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [
+        "seed",
+        "weight_decay",
+        "learning_rate",
+        "max_steps",
+        "warmup_steps",
+        "bf16",
+        "optim",
+        "per_device_train_batch_size",
+    ]
+    for number in range(2):
+        log_a_task(tmp_path / f"run{number}", "ner", {"f1": 0.5}, **dict.fromkeys(names, number))
+    assert main(["runs", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    head = next(line for line in printed.splitlines() if "tokens/s" in line).split()
+    assert head[4:] == [
+        "learning_rate",
+        "max_steps",
+        "per_device_train_batch_size",
+        "seed",
+        "warmup_steps",
+        "weight_decay",
+    ]
+    assert "They also differ in optim, bf16 and 1 more; --json shows all." in " ".join(printed.split())
 
 
 def test_the_page_draws_the_curves_over_each_other_and_escapes_names(

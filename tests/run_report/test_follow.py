@@ -95,8 +95,8 @@ def test_shares_refer_to_one_peak_however_often_the_log_is_read(tmp_path: Path) 
 
 
 def test_the_memory_of_a_long_run_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "_ENTRIES_KEPT", 100)
-    monkeypatch.setattr(follow, "_ROWS_KEPT", 100)
+    monkeypatch.setattr(follow, "ENTRIES_KEPT", 100)
+    monkeypatch.setattr(follow, "ROWS_KEPT", 100)
     follower = LogFollower(tmp_path)
     with open(tmp_path / NAME, "ab", buffering=0) as file:
         for first in range(0, 5000, 50):
@@ -113,8 +113,8 @@ def test_the_memory_of_a_long_run_is_bounded(tmp_path: Path, monkeypatch: pytest
 def test_a_line_without_end_is_skipped_and_what_follows_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "_PIECE", 256)
-    monkeypatch.setattr(follow, "_LONGEST_LINE", 1024)
+    monkeypatch.setattr(follow, "PIECE", 256)
+    monkeypatch.setattr(follow, "LONGEST_LINE", 1024)
     (tmp_path / NAME).write_bytes(line("start") + b'{"kind": "' + b"x" * 5000 + b'"}\n' + line("step", step=1))
     follower = LogFollower(tmp_path)
     follower.poll()

@@ -209,15 +209,13 @@ def test_a_reader_that_never_reads_delays_neither_the_log_nor_other_readers(tmp_
             client.close()
 
 
-def test_connections_beyond_the_limit_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.run_report.live_server._CONNECTIONS", 3)
+def test_readers_beyond_the_limit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LiveServer, "most_readers", 3)
     begin(tmp_path)
-    with serving(tmp_path) as server, contextlib.ExitStack() as stack:
-        place = urlsplit(server.address)
+    with serving(tmp_path) as server:
         events = [Events(server.address) for _ in range(3)]
-        more = stack.enter_context(socket.create_connection((place.hostname, place.port), timeout=60))
-        with contextlib.suppress(ConnectionResetError):
-            assert more.recv(1) == b""
+        assert request(server.address)[0] == 503
+        assert request(server.address, "/")[0] == 404
         for one in events:
             one.connection.close()
             one.answer.close()
@@ -358,3 +356,53 @@ def test_no_text_of_a_log_becomes_markup(tree_path: Path) -> None:
         if number % 250 == 0:
             assert MARKUP not in live_page(follower.run, state, 0.0, folder, "nonce")
     assert number > 1000
+
+
+def test_slow_strangers_do_not_keep_the_owner_out(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with serving(tmp_path) as server, contextlib.ExitStack() as strangers:
+        place = urlsplit(server.address)
+        for _ in range(200):
+            slow = strangers.enter_context(socket.create_connection((place.hostname, place.port), timeout=60))
+            slow.sendall(b"GET / HTTP/1.1\r\nX: ")
+        assert request(server.address)[0] == 200
+        Events(server.address).until("running", "header")
+
+
+def test_a_request_that_does_not_end_is_dropped(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with serving(tmp_path) as server:
+        server.request_timeout = 0.2
+        place = urlsplit(server.address)
+        with socket.create_connection((place.hostname, place.port), timeout=0.1) as slow:
+            for _ in range(100):  # a byte now and then, so that no single read takes long
+                try:
+                    slow.sendall(b"x")
+                    if slow.recv(1) == b"":
+                        break
+                except TimeoutError:
+                    continue
+                except OSError:
+                    break
+            else:
+                pytest.fail("the connection is still open")
+
+
+def test_readers_with_the_token_have_no_deadline(tmp_path: Path) -> None:
+    log = begin(tmp_path)
+    with serving(tmp_path) as server:
+        server.request_timeout = 0.2
+        events = Events(server.address)
+        events.until("running", "header")
+        with socket.create_connection(server.server_address[:2], timeout=60) as stranger:
+            assert stranger.recv(1) == b"", "it has outlived the time of a request"
+        log.write("evaluation", step=1, eval_f1=61.0)
+        events.until("61.0")
+
+
+def test_many_can_connect_at_once(tmp_path: Path) -> None:
+    """Before any of them is accepted, as when the training keeps all cores busy."""
+    server = LiveServer(Viewer(tmp_path))
+    with contextlib.closing(server.socket), contextlib.ExitStack() as clients:
+        for _ in range(40):
+            clients.enter_context(socket.create_connection(server.server_address[:2], timeout=0.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from stoker.run_report.tuning import TrialRow, Tuning, short_values
 from stoker.run_report.tuning_page import render_tuning
 
 RANK = "lora_r"
+DECAYS = (0.1, 0.1001, 0.3, 0.7, 1.0)
 
 
 def trial(folder: Path, number: int, state: str, score: float | None, reason: str = "") -> TrialRow:
@@ -60,6 +62,26 @@ def test_the_page_has_all_trials_the_best_command_and_escapes_every_text(tmp_pat
     assert "eval loss of 11 trials" in page, "trials beyond the colours are drawn as well"
     for dangerous in ("<img", "<script", "#0a0b"):
         assert dangerous not in page
+
+
+def test_axes_end_with_training_and_labels_do_not_overlap(tmp_path: Path) -> None:
+    rows = [
+        TrialRow(n, tmp_path / f"trial-{n}", "finished", {"lora_r": 4 << n, "decay": DECAYS[n]}, 0.5 + n,
+                 [(50.0, 0.4), (100.0, 0.5 + n)])
+        for n in range(5)
+    ]  # fmt: skip
+    space = [("lora_r", "4|8|16|32|64", False), ("decay", "0.1..1.0", False)]
+    page = render_tuning(Tuning("bert: qa", "f1", False, rows, 5, False, space))
+    scores, _, ranks, decays = re.findall(r"<svg[^>]*role.*?</svg>", page, re.S)
+    assert "105" not in labels(scores)
+    assert [one for one in labels(scores) if one in ("0", "25", "50", "75", "100")] == ["0", "25", "50", "75", "100"]
+    assert [one for one in labels(ranks) if one in ("4", "8", "16", "32", "64")] == ["4", "8", "16", "32", "64"]
+    assert "0.1001" not in labels(decays)
+
+
+def labels(svg: str) -> list[str]:
+    """The texts of a plot."""
+    return [re.sub(r"<[^>]*>", "", one).strip() for one in re.findall(r"<text[^>]*>(.*?)</text>", svg, re.S)]
 
 
 def test_a_search_without_results_has_a_page_too(tmp_path: Path) -> None:

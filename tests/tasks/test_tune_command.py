@@ -21,8 +21,10 @@ import optuna
 
 from rig import warm
 from stoker.cli import main
+from stoker.errors import UserError
 from stoker.tasks.demo.world import as_squad, make_world
-from stoker.tasks.tune.tune_study import JOURNAL, STUDY
+from stoker.tasks.tune.tune_command import SearchCommand, SearchOptions
+from stoker.tasks.tune.tune_study import JOURNAL, STUDY, Journal
 from tasks.language_models import save_tiny_llama, write_chats
 from tasks.sentence_files import rows_of, write_lines
 from tasks.task_runs import entries
@@ -115,6 +117,19 @@ def test_the_best_of_all_combinations_is_found_and_its_recipe_repeats_it_exactly
     assert repeat_best(out, tmp_path / "again")["eval_loss"] == best.value
 
 
+def test_a_search_with_other_contents_of_its_files_is_refused(folder: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.tsv"
+    rows.write_bytes((folder / "rows.tsv").read_bytes())
+    options = {"output_dir": str(tmp_path), "train_file": str(rows), "model_name_or_path": str(folder / "bert")}
+    command = SearchCommand.of("classify", options, SearchOptions(trials=1, search=SPACE))
+    journal = Journal(tmp_path)
+    journal.create(command.identity, "minimize")
+    assert journal.find(command.identity) is not None
+    rows.write_text(rows.read_text().replace("fine", "good"))
+    with pytest.raises(UserError, match="has a search with other contents of the data or the model"):
+        journal.find(command.identity)
+
+
 @pytest.mark.part("kills")
 def test_a_killed_search_continues_without_losing_or_repeating_a_trial(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -161,6 +176,12 @@ def test_a_killed_search_continues_without_losing_or_repeating_a_trial(
     ):
         assert main([*command, *changed]) == 2
         assert message in capsys.readouterr().err
+    rows = Path(command[command.index("--train_file") + 1])
+    original = rows.read_bytes()
+    rows.write_bytes(original + original.splitlines(keepends=True)[0])
+    assert main(command) == 2
+    assert "has a search with other contents of the data or the model" in capsys.readouterr().err
+    rows.write_bytes(original)
     assert main(tune(folder, out, task="qa", rows="rows.json")) == 2
     assert "has a search with the task classify, and this one has the task qa" in capsys.readouterr().err
     (out / JOURNAL).write_text("not a journal\n")
@@ -243,9 +264,9 @@ def test_batches_that_do_not_fit_are_not_trained(folder: Path, tmp_path: Path, m
     rest_in(
         "tasks",
         [
+            ("ner", "rows.conll", "", "f1"),
             ("sft", "chats.jsonl", "--samples 0 --search lora_r=2|4", "loss"),
             ("qa", "rows.json", "--max_seq_length 96 --doc_stride 16", "f1"),
-            ("ner", "rows.conll", "", "f1"),
             ("mlm", "rows.txt", "--max_seq_length 48", "loss"),
             ("embed", "pairs-pairs.jsonl", "--samples 0", "cosine_ndcg@10"),
             ("rerank", "pairs-scores.jsonl", "--samples 0", "spearman"),

@@ -1,11 +1,12 @@
-"""Several runs side by side: the settings in which they differ, their best value of a metric, speed, duration and state."""
+"""Runs of a task side by side: the settings in which they differ, their best value of a metric, speed, duration and state."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from stoker.command_options import options_of
 from stoker.errors import UserError
 from stoker.numbers import finite_number
+from stoker.option_effects import changes_result
 from stoker.run_report.figures import SCORES, median, points, smooth
 from stoker.run_report.log import NAME, Run, read_run
 from stoker.run_report.run_state import State, state_of
@@ -23,6 +25,7 @@ __all__ = [
     "Comparison",
     "RunSummary",
     "choose_metric",
+    "compare_by_task",
     "differing_settings",
     "find_runs",
     "is_lower_better",
@@ -33,12 +36,23 @@ __all__ = [
 _DEPTH = 3
 _MOST_RUNS = 1000
 _LOWER = ("loss", "perplexity", "mse", "mae", "rmse", "error", "runtime", "duration", "wer", "cer")
-_OF_ONE_RUN = {
-    "output_dir", "run_name", "logging_dir", "resume_from_checkpoint", "overwrite_output_dir", "hub_model_id", "push_to_hub",
-    "live", "live_port", "live_host", "do_train", "do_eval", "do_predict", "report_to", "logging_steps", "model_name_or_path",
-    "model", "cpu", "threads", "",
+_SHOWN_OTHERWISE = {"model_name_or_path", "model", "cpu", "threads"}
+_FIRST = (
+    "model", "train_file", "dataset_name", "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size",
+    "tokens_per_batch", "gradient_accumulation_steps", "max_seq_length", "max_length", "full", "lora_r", "loss", "seed",
+    "warmup_steps", "weight_decay", "lr_scheduler_type", "optim", "bf16", "label_smoothing_factor", "local_sgd",
+    "gradient_compression", "cpu", "threads",
+)  # fmt: skip
+"""The settings that people compare, the most important first. Others follow if a user has typed them."""
+_COLUMNS, _NAMED = 6, 8
+"""Settings that a table has room for, and that are named below it."""
+_OWN_SCORES = {
+    "qa": ("f1", "exact_match", "exact"), "classify": ("accuracy", "f1", "matthews_correlation", "pearson"), "ner": ("f1",),
+    "fewshot": ("accuracy", "f1"), "mlm": ("loss", "perplexity"), "sft": ("right", "loss"),
+    "embed": ("cosine_ndcg@10", "spearman_cosine", "cosine_accuracy", "cosine_ap"),
+    "rerank": ("ndcg@10", "spearman", "average_precision", "f1_macro", "map"),
 }  # fmt: skip
-"""Options that say where and how often a run writes, and those that are shown by another name."""
+"""By what each task is judged, the usual score first; other scores are used if no run has one of these."""
 _FROM_LOG = ("tokens_per_second", "share_of_peak", "loss", "duration")
 """Besides the metrics of evaluations."""
 
@@ -59,18 +73,29 @@ class RunSummary:
     state: State
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The model, the options that were typed, all arguments that differ from their defaults, and the machine."""
-        typed: dict[str, Any] = {}
+    def task(self) -> str:
+        """Empty for the run of a script."""
+        return str(self.run.start.get("task") or "")
+
+    @functools.cached_property
+    def typed(self) -> dict[str, Any]:
+        """The options of its command."""
         with contextlib.suppress(ValueError):  # unbalanced quotes: not a command that a shell would take
-            typed = options_of(shlex.split(self.run.start.get("command") or ""))
-        found = {**typed, **(self.run.start.get("arguments") or {})}
-        machine = self.run.start.get("machine") or {}
+            return options_of(shlex.split(self.run.start.get("command") or ""))
+        return {}
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """What may change the result: the model, options and arguments with their values, and the machine."""
+        start = self.run.start
+        found = {**self.typed, **(start.get("arguments") or {}), **(start.get("settings") or {})}
+        machine = start.get("machine") or {}
         shown = {
-            "model": self.run.start.get("model") or found.get("model_name_or_path"),
-            **{name: _as_number(value) for name, value in found.items() if name not in _OF_ONE_RUN},
+            "model": start.get("model") or found.get("model_name_or_path"),
+            **{name: _as_number(value) for name, value in found.items()
+               if changes_result(name) and name not in _SHOWN_OTHERWISE},
             **{name: machine.get(name) for name in ("cpu", "threads")},
-        }
+        }  # fmt: skip
         return {name: value for name, value in shown.items() if value is not None}
 
     @property
@@ -96,25 +121,56 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs, the best first, and what to show of them."""
+    """Runs of one task, the best first, and what to show of them."""
 
+    task: str
+    """Empty for runs of scripts."""
     runs: tuple[RunSummary, ...]
     metric: str | None
     """None if nothing was measured yet."""
-
-    @classmethod
-    def of(cls, folders: Sequence[Path], by: str | None) -> Comparison:
-        runs = find_runs(folders)
-        metric = choose_metric(runs, by)
-        return cls(tuple(sorted(runs, key=lambda one: _rank(one, metric))), metric)
 
     @property
     def metric_name(self) -> str:
         return (self.metric or "").removeprefix("eval_").replace("_", " ")
 
-    @property
+    @functools.cached_property
     def differing(self) -> dict[str, list[Any]]:
         return differing_settings(self.runs)
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """The most important settings in which the runs differ."""
+        return {name: self.differing[name] for name in self.important[:_COLUMNS]}
+
+    @functools.cached_property
+    def important(self) -> list[str]:
+        """The differing settings that people compare, then others that were typed; the rest follows from these."""
+        known = [name for name in _FIRST if name in self.differing]
+        typed = {name for one in self.runs for name in one.typed}
+        return [*known, *(name for name in self.differing if name in typed and name not in known)]
+
+    def also_differ_in(self, shown: Collection[str]) -> str:
+        """A sentence about differing settings other than these; empty if there are none."""
+        named = [name for name in self.important if name not in shown][:_NAMED]
+        more = len(self.differing) - len(shown) - len(named)
+        if not named and not more:
+            return ""
+        parts = [", ".join(named)] if named else []
+        return f"They also differ in {' and '.join([*parts, *([f'{more} more'] if more else [])])}; --json shows all."
+
+
+def compare_by_task(folders: Sequence[Path], by: str | None) -> list[Comparison]:
+    """The runs in these folders, task by task, each sorted by `by` or by the task's own score."""
+    runs = find_runs(folders)
+    if by is not None:
+        choose_metric(runs, by)  # UserError if no run has it
+    found = []
+    for task in sorted({one.task for one in runs}, key=lambda name: (not name, name)):
+        same = [one for one in runs if one.task == task]
+        wanted = by if by is not None and {by, f"eval_{by}"} & {*metrics_of(same)} else None
+        metric = choose_metric(same, wanted)
+        found.append(Comparison(task, tuple(sorted(same, key=lambda one: _rank(one, metric))), metric))
+    return found
 
 
 def _rank(one: RunSummary, metric: str | None) -> tuple[bool, float, str]:
@@ -196,9 +252,12 @@ def metrics_of(runs: Sequence[RunSummary]) -> list[str]:
 
 
 def choose_metric(runs: Sequence[RunSummary], by: str | None) -> str | None:
-    """The metric with this name, with or without `eval_`; by default the first score that was measured."""
+    """The metric with this name, with or without `eval_`; by default the task's own score, else the first that was measured."""
     known = metrics_of(runs)
     if by is None:
+        own = [f"eval_{name}" for one in runs[:1] for name in _OWN_SCORES.get(one.task, ()) if f"eval_{name}" in known]
+        if own:
+            return max(own, key=lambda name: sum(one.best(name) is not None for one in runs))
         scores = [name for name in known if name.removeprefix("eval_") in {row[0] for row in SCORES}]
         if scores:  # of those that most runs have, the first
             return max(scores, key=lambda name: sum(one.best(name) is not None for one in runs))
@@ -213,7 +272,7 @@ def choose_metric(runs: Sequence[RunSummary], by: str | None) -> str | None:
 
 
 def differing_settings(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
-    """The settings in which the runs differ, with the value of each run; None where it is the default."""
+    """The settings in which the runs differ, with the value of each run; None where it is not known."""
     all_settings = [one.settings for one in runs]
     names = list(dict.fromkeys(name for settings in all_settings for name in settings))
     rows = {name: [settings.get(name) for settings in all_settings] for name in names}

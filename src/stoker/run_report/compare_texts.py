@@ -25,9 +25,9 @@ def figures(one: RunSummary, metric: str | None) -> tuple[str, str, str]:
 
 
 def setting(value: Any) -> str:
-    """A value as it would be typed; a setting that was not given has its default."""
+    """A value as it would be typed; of older logs, those that were not given are not known."""
     if value is None:
-        return "default"
+        return "-"
     shown = (
         " ".join(map(str, value))
         if isinstance(value, list)

@@ -15,11 +15,11 @@ from stoker.run_report.log import NAME, Run, parse_entry, require_regular
 
 __all__ = ["LogFollower"]
 
-_PIECE = 1 << 22
-_LONGEST_LINE = 1 << 24
+PIECE = 1 << 22
+LONGEST_LINE = 1 << 24
 _COMPARED = 256  # bytes before the place reached: if they have changed, the log was rewritten
-_ENTRIES_KEPT = 20_000
-_ROWS_KEPT = 50_000
+ENTRIES_KEPT = 20_000
+ROWS_KEPT = 50_000
 
 
 class LogFollower:
@@ -79,12 +79,12 @@ class LogFollower:
         first = self._offset == 0
         while True:
             file.seek(self._offset)
-            piece = file.read(_PIECE)
+            piece = file.read(PIECE)
             end = piece.rfind(b"\n") + 1
-            if not end and len(piece) == _PIECE:
-                piece += file.read(_LONGEST_LINE - _PIECE)
+            if not end and len(piece) == PIECE:
+                piece += file.read(LONGEST_LINE - PIECE)
                 end = piece.rfind(b"\n") + 1
-                if not end and len(piece) == _LONGEST_LINE:  # no entry is this long
+                if not end and len(piece) == LONGEST_LINE:  # no entry is this long
                     end, self._skips_line = len(piece), True
                     self._advance(piece)
                     continue
@@ -113,9 +113,9 @@ class LogFollower:
         """Thins out the older entries of a very long run: curves need no more, and memory stays bounded."""
         run = self.run
         for entries in (run.steps, run.evaluations, run.waits):
-            if len(entries) > _ENTRIES_KEPT:
-                _thin(entries, _ENTRIES_KEPT)
-        while len(run.waits) > 8 and sum(len(one.get("rows") or ()) for one in run.waits) > _ROWS_KEPT:
+            if len(entries) > ENTRIES_KEPT:
+                _thin(entries, ENTRIES_KEPT)
+        while len(run.waits) > 8 and sum(len(one.get("rows") or ()) for one in run.waits) > ROWS_KEPT:
             _thin(run.waits, len(run.waits))
 
 

@@ -3,6 +3,9 @@
 The address contains a random token. Requests without it, or for another host name (as a page of a stranger could send them
 through DNS rebinding), are refused. Every reader has a thread that waits for the next state and sends what differs from the
 last one; there are no queues, so a reader that does not read costs one blocked thread until its time is over.
+
+A connection that has not shown the token yet has little time to do so, and is dropped sooner if many others come: whoever can
+reach the port can open connections, but not keep those out who know the address.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,7 +34,8 @@ from stoker.run_report.run_state import State, state_of
 
 __all__ = ["LiveServer", "Viewer"]
 
-_CONNECTIONS = 64
+_STRANGERS = 64
+"""Connections that have not shown it yet."""
 _PING = 15.0
 """Seconds after which a reader is sent a comment if nothing has changed, so that closed connections are noticed."""
 _LAST_WORDS = 3.0
@@ -123,13 +128,22 @@ class LiveServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = True
+    request_queue_size = 128
+    """Connections that the system holds until they are accepted; Python's own limit is 5."""
+    most_readers = 64
+    """Connections that have shown the token."""
     send_timeout = 15.0
     """Seconds that a reader may take to receive an update."""
+    request_timeout = 5.0
+    """Seconds in which a whole request must arrive. A browser sends it at once."""
 
     def __init__(self, viewer: Viewer, host: str = "127.0.0.1", port: int = 0) -> None:
         self.viewer = viewer
         self.token = secrets.token_urlsafe(24)
-        self._slots = threading.BoundedSemaphore(_CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(self.most_readers)
+        self._strangers: dict[socket.socket, float] = {}
+        """When connections that have not shown the token were accepted, the oldest first."""
+        self._strangers_lock = threading.Lock()
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             self.address_family = found[0]
@@ -181,16 +195,45 @@ class LiveServer(ThreadingHTTPServer):
         return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        with self._strangers_lock:
+            while len(self._strangers) >= _STRANGERS:
+                self._drop(next(iter(self._strangers)))
+            self._strangers[request] = time.monotonic()
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._slots.release()
+            self._forget(request)
+
+    def service_actions(self) -> None:
+        """Called several times a second while the server runs."""
+        with self._strangers_lock:
+            oldest = time.monotonic() - self.request_timeout
+            for request in [one for one, accepted in self._strangers.items() if accepted < oldest]:
+                self._drop(request)
+
+    @contextlib.contextmanager
+    def reader_slot(self, request: socket.socket) -> Iterator[bool]:
+        """For a connection that has shown the token: whether there is room for it."""
+        self._forget(request)
+        has_slot = self._slots.acquire(blocking=False)
+        try:
+            yield has_slot
+        finally:
+            if has_slot:
+                self._slots.release()
+
+    def _forget(self, request: socket.socket) -> None:
+        with self._strangers_lock:
+            self._strangers.pop(request, None)
+
+    def _drop(self, request: socket.socket) -> None:
+        """Ends a connection; its own thread, which waits for it, closes it."""
+        del self._strangers[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that went away, or took too long, is no error."""
@@ -223,6 +266,11 @@ class _Handler(BaseHTTPRequestHandler):
         token = parts[1] if len(parts) > 1 and not parts[0] else ""
         if not hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode()):
             return self.send_error(HTTPStatus.NOT_FOUND)
+        with self.server.reader_slot(self.connection) as has_slot:
+            return self._answer(parts) if has_slot else self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _answer(self, parts: list[str]) -> None:
+        """Answers a request with the right token."""
         if parts[2:] == [""]:
             return self._send_page()
         if parts[2:] == ["events"]:

@@ -159,6 +159,11 @@ class Run:
         return self.others.get("end", {}).get("reason") == "finished"
 
     @property
+    def complete(self) -> bool:
+        """Whether nothing is left to do: after training, the model was saved, evaluated and described."""
+        return "complete" in self.others
+
+    @property
     def bad_lines_note(self) -> str:
         """A sentence about skipped lines; empty if there are none."""
         if not self.bad_lines:
@@ -286,7 +291,7 @@ _SCHEMA: dict[str, Check] = {
         command=_or_none(_text), versions=_or_none(_dict_of(_scalar)), machine=_or_none(_MACHINE),
         data=_or_none(_text), loss=_or_none(_text), process=_or_none(_PROCESS),
         arguments=_or_none(_dict_of(_anything)), agents=_or_none(_list_of(_integer)), processes=_or_none(_list_of(_integer)),
-        job=_or_none(_text),
+        job=_or_none(_text), settings=_or_none(_dict_of(_anything)),
     ),
     "model": _fields(
         name=_or_none(_text), type=_or_none(_text), parameters=_or_none(_count), steps=_or_none(_count),
@@ -369,4 +374,5 @@ def _apply_start(run: Run, entry: dict[str, Any]) -> None:
     run.steps = [one for one in run.steps if one["step"] <= step]
     run.evaluations = [one for one in run.evaluations if one["step"] <= step]
     run.waits = [one for one in run.waits if one["step"] <= step]
-    run.others.pop("end", None)
+    for kind in ("end", "complete"):
+        run.others.pop(kind, None)

@@ -24,17 +24,26 @@ DRAWN = len(COLORS) * len(_DASHES)
 Points = tuple[Sequence[float], Sequence[float]]
 
 
-def render_overlay(found: Comparison) -> str:
-    differing = found.differing
+def render_overlay(found: Sequence[Comparison]) -> str:
+    count = sum(len(one.runs) for one in found)
+    return template("overlay.html.jinja").render(
+        title=f"{count} training runs" if count > 1 else "One training run", tasks=[_task(one) for one in found]
+    )
+
+
+def _task(found: Comparison) -> dict[str, Any]:
+    """The values of one task in the template."""
+    columns = found.columns
     rows = [
         {"number": i + 1, "name": one.name, "label": one.state.label, "tone": one.state.tone, "line": line_of(i),
-         "figures": figures(one, found.metric), "settings": [setting(values[i]) for values in differing.values()]}
+         "figures": figures(one, found.metric), "settings": [setting(values[i]) for values in columns.values()]}
         for i, one in enumerate(found.runs)
     ]  # fmt: skip
-    return template("overlay.html.jinja").render(
-        title=f"{len(rows)} training runs" if len(rows) > 1 else "One training run",
-        metric=found.metric_name, settings=list(differing), rows=rows, plots=curves(found), drawn=min(DRAWN, len(rows)),
-    )  # fmt: skip
+    return {
+        "name": found.task or "other runs", "metric": found.metric_name, "settings": list(columns), "rows": rows,
+        "plots": curves(found), "drawn": min(DRAWN, len(rows)),
+        "note": found.also_differ_in(columns),
+    }  # fmt: skip
 
 
 def line_of(place: int) -> dict[str, str] | None:
@@ -91,9 +100,13 @@ def _overlay(
 
 
 def draw_over_each_other(
-    every: Sequence[Points], title: str, *, unit: str = "step", low: float | None = 0.0, what: str = "runs"
-) -> Markup | None:
-    """Curves over each other, the first on top. Those that cannot be told apart are grey and lie behind the others."""
+    every: Sequence[Points], title: str, *, unit: str = "step", low: float | None = 0.0, what: str = "runs",
+    ticks: Sequence[float] | None = None,
+) -> Markup | None:  # fmt: skip
+    """Curves over each other, the first on top. Those that cannot be told apart are grey and lie behind the others.
+
+    `ticks` are those of the horizontal axis, from its first to its last value; None: as the curves need them.
+    """
     shown = [(i, curve) for i, curve in enumerate(every) if curve[0]]
     if not shown:
         return None
@@ -114,4 +127,8 @@ def draw_over_each_other(
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         if low is not None:
             axis.set_ylim(bottom=low)
+        if ticks is not None:
+            axis.set_xticks(ticks)
+            margin = 0.02 * (ticks[-1] - ticks[0])  # so that markers at the ends are whole
+            axis.set_xlim(ticks[0] - margin, ticks[-1] + margin)
         return as_svg(figure, f"{title} of {len(shown)} {what}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import matplotlib
@@ -93,10 +94,15 @@ def _plots(found: Tuning, runs: Sequence[RunSummary | None]) -> list[tuple[Marku
     scores = [([x for x, _ in row.curve], [y for _, y in row.curve]) for row in found.rows]
     losses = [loss_curve(run) if run is not None else ([], []) for run in runs]
     plots = [
-        (draw_over_each_other(scores, found.metric_name, unit="% of training", low=None, what="trials"), ""),
+        (
+            draw_over_each_other(
+                scores, found.metric_name, unit="% of training", low=None, what="trials", ticks=(0, 25, 50, 75, 100)
+            ),
+            "",
+        ),
         (draw_over_each_other(losses, "Loss in training", what="trials"), "Running means."),
         (_history(found), "The line is the best so far."),
-        *((_slice(found, name, log), "") for name, _, log in found.parameters),
+        *((_slice(found, name, log, chosen="|" in text), "") for name, text, log in found.parameters),
         (
             _importance(found),
             "What tells the better trials from the rest, estimated by PED-ANOVA.",
@@ -121,14 +127,18 @@ def _history(found: Tuning) -> Markup | None:
         return as_svg(figure, f"{found.metric_name} of {len(done)} trials, the best {best[-1]:.4g}")
 
 
-def _slice(found: Tuning, name: str, log: bool) -> Markup | None:
-    """The score of each trial by one of its options."""
+def _slice(found: Tuning, name: str, log: bool, chosen: bool) -> Markup | None:
+    """The score of each trial by one of its options; `chosen`: from a list, and not from a range."""
     rows = [row for row in found.rows if row.score is not None and name in row.values]
     if not rows:
         return None
     values = [row.values[name] for row in rows]
     numeric = all(isinstance(value, int | float) for value in values)
-    words = sorted({*map(str, values)})
+    distinct = sorted({*values}, key=None if numeric else str)
+    words = [str(value) for value in distinct]
+    few = len(distinct) <= _TICKS
+    if numeric and few and chosen and not log and not _apart(distinct):
+        numeric = False  # side by side instead of by size: 4, 8 and 64
     with matplotlib.rc_context(STYLE):
         figure, (axis,) = new_figure(2.9)
         for row, value in reversed([*zip(rows, values, strict=True)]):  # the best on top
@@ -148,10 +158,29 @@ def _slice(found: Tuning, name: str, log: bool) -> Markup | None:
             axis.xaxis.set_minor_locator(NullLocator())
             axis.xaxis.set_minor_formatter(NullFormatter())
         elif not numeric:
-            axis.set_xticks(range(len(words)), [one_line(word) for word in words])
-        elif len({*values}) <= 6:
-            axis.set_xticks(sorted({*values}))
+            axis.set_xticks(range(len(words)), [_short_label(word, len(words)) for word in words])
+        elif few and _apart(distinct):
+            axis.set_xticks(distinct)
+        else:
+            axis.xaxis.set_major_locator(MaxNLocator(4))
         return as_svg(figure, f"{found.metric_name} of {len(rows)} trials by {short_name(name)}")
+
+
+_TICKS = 6
+_LABELS = 48
+"""Characters of all labels below a plot."""
+
+
+def _apart(values: Sequence[float]) -> bool:
+    """Whether the labels of these values, at their places on an axis, do not overlap."""
+    width = values[-1] - values[0]
+    needed = max(len(f"{value:g}") for value in values) / _LABELS
+    return len(values) == 1 or min(b - a for a, b in pairwise(values)) >= needed * width
+
+
+def _short_label(word: str, labels: int) -> str:
+    shown, most = one_line(word), max(_LABELS // labels, 4)
+    return shown if len(shown) <= most else shown[: most - 1] + "…"
 
 
 def _style_scores(axis: Any, title: str, unit: str) -> None:

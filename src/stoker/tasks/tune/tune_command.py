@@ -11,11 +11,13 @@ from typing import Any
 from stoker.command_options import options_of
 from stoker.errors import UserError
 from stoker.hf.checkpointing.command import program
+from stoker.hf.checkpointing.same_run import digest_of
 from stoker.hf.secrets import without_secrets
 from stoker.tasks import recipe
+from stoker.tasks.file_patterns import expand
 from stoker.tasks.tune.search_space import Space, default_search, parse_search
 
-__all__ = ["IGNORED", "SearchCommand", "SearchOptions"]
+__all__ = ["CONTENTS", "IGNORED", "SearchCommand", "SearchOptions"]
 
 _IN_TRIALS: dict[str, Any] = {
     "overwrite_output_dir": None, "save_steps": None, "save_total_limit": None, "eval_steps": None, "eval_delay": None,
@@ -37,6 +39,8 @@ _MAY_CHANGE = {
 """Options that do not change what a trial measures: a search may continue with others."""
 _INSTEAD_OF = {"num_train_epochs": "max_steps", "per_device_train_batch_size": "tokens_per_batch"}
 """Options without effect if another one is given."""
+CONTENTS = "contents"
+"""The name of the hash of data and model in a search's identity."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,18 @@ class SearchCommand:
         return {
             "task": self.task, "search": self.space.text, "metric": self.search.metric,
             "direction": self.search.direction, "evaluations": self.search.evaluations, "options": shown,
+            CONTENTS: self._contents,
         }  # fmt: skip
+
+    @property
+    def _contents(self) -> str | None:
+        """A hash of data and model, which may change under the same name; None if they are not local files."""
+        files: list[Path] = []
+        for name in ("train_file", "validation_file"):
+            given = self.options.get(name) or []
+            files += expand(list(map(str, given)) if isinstance(given, list) else [str(given)], f"--{name}")
+        files += sorted(Path(str(self.options.get("model_name_or_path"))).glob("*.safetensors"))
+        return digest_of(files)
 
     def trial_arguments(self, values: dict[str, Any], folder: Path) -> list[str]:
         """The options with which a trial is trained."""

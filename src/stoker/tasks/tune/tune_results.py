@@ -60,7 +60,7 @@ class Results:
         best = next((one for one in rows if one.state == "finished"), None)
         folder = self.command.folder
         return Tuning(
-            title=f"{Path(self.model).name}: {self.command.task}", metric=self.metric, lower=self.lower, rows=rows,
+            title=f"{_name(self.model)}, tuned for {self.command.task}", metric=self.metric, lower=self.lower, rows=rows,
             wanted=self.command.wanted, running=running,
             parameters=[(one.name, one.text, one.log) for one in self.command.space.parameters],
             train=self._train_best if best else "",
@@ -173,3 +173,8 @@ class Results:
         page = self.command.folder / PAGE
         shown = f"report in {page}; " if page.exists() else ""
         self.console.print(f"{shown}compare the trials:  {shlex.join(['stoker', 'runs', str(self.command.folder)])}")
+
+
+def _name(model: str) -> str:
+    """A model's name on the hub, or the end of its path: the last folder alone is often called `model`."""
+    return "/".join(Path(model).absolute().parts[-2:]) if Path(model).exists() else model

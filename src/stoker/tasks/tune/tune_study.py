@@ -18,6 +18,7 @@ import optuna
 
 from stoker.errors import UserError, first_line
 from stoker.tasks.tune.search_space import Space
+from stoker.tasks.tune.tune_command import CONTENTS
 
 __all__ = [
     "DIVERGED", "FAILED", "GIVEN", "IDENTITY", "INTERRUPTED", "JOURNAL", "OUTCOME", "REASON", "REPEATED", "STUDY", "TOO_LARGE",
@@ -86,6 +87,12 @@ class Journal:
         old, new = ({**one, **one.get("options", {})} for one in (known, identity))
         for name in (*new, *old):
             if name == "options" or (name in ("metric", "direction") and new[name] is None):  # as it was begun
+                continue
+            if name == CONTENTS:
+                if None not in (old.get(name), new.get(name)) and old[name] != new[name]:
+                    raise UserError(
+                        f"{self.folder} has a search with other contents of the data or the model; {instead}"
+                    )
                 continue
             if old.get(name) != new.get(name):
                 raise UserError(
