@@ -17,7 +17,7 @@ from stoker.user_files import check_replaceable, read_bytes, read_text
 
 @pytest.fixture
 def odd_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    monkeypatch.setattr(user_files, "_PATIENCE", 0.2)
+    monkeypatch.setattr(user_files, "PATIENCE", 0.2)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "nul").write_bytes(b"a\0b\n")

@@ -19,7 +19,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["ProgressLine", "drops_output", "keep_running", "open_closed", "progress_line", "replace", "write"]
+__all__ = [
+    "ProgressLine",
+    "above_progress_bars",
+    "drops_output",
+    "keep_running",
+    "open_closed",
+    "progress_line",
+    "replace",
+    "write",
+]
 
 _GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET)  # EIO: the terminal was closed
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
@@ -69,6 +78,15 @@ class ProgressLine:
             rest = _ESCAPES.sub(b"", breaks[last + 1 :]).strip()
             self._drawn[0] = int(bool(rest) and breaks[last : last + 1] == b"\r")
         return end
+
+
+@contextlib.contextmanager
+def above_progress_bars() -> Iterator[None]:
+    """Clears tqdm's bars, if there are any, while a line is written to standard error, and draws them again below it."""
+    tqdm = sys.modules.get("tqdm")  # who has not imported it has no bars
+    bars = contextlib.nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr)
+    with bars:
+        yield
 
 
 _lines: dict[tuple[int, int], ProgressLine] = {}

@@ -28,10 +28,11 @@ __all__ = [
     "read_text",
     "require_run_folder",
     "stream_bytes",
+    "too_large",
 ]
 
 MIB = 1 << 20
-_PATIENCE = 10.0
+PATIENCE = 10.0
 """Seconds to wait for the next bytes of a pipe."""
 
 
@@ -85,8 +86,7 @@ def _as_user_error(path: object, what: str, limit: int = 0, advice: str = "") ->
     except FileNotFoundError:
         raise UserError(f"{what} {path} does not exist{advice and '; '}{advice}") from None
     except _TooLarge:
-        size = f"{limit / 1e9:.1f} GB" if limit >= 1e9 else f"{limit / 1e6:.0f} MB"
-        raise UserError(f"{what} {path} cannot be read: it holds more than {size}") from None
+        raise too_large(path, what, limit) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{what} {path} cannot be read: it is not a whole gzip file ({error})") from None
     except OSError as error:
@@ -97,6 +97,12 @@ def _as_user_error(path: object, what: str, limit: int = 0, advice: str = "") ->
 
 class _TooLarge(Exception):
     pass
+
+
+def too_large(path: object, what: str, limit: int) -> UserError:
+    """The error for a file that holds more than `limit` bytes; messages call it `what`."""
+    size = f"{limit / 1e9:.1f} GB" if limit >= 1e9 else f"{limit / 1e6:.0f} MB"
+    return UserError(f"{what} {path} cannot be read: it holds more than {size}")
 
 
 def _chunks(path: str | os.PathLike[str], limit: int) -> Iterator[bytes]:
@@ -123,7 +129,7 @@ def _chunks(path: str | os.PathLike[str], limit: int) -> Iterator[bytes]:
 def _read(handle: int, *, waits: bool) -> bytes:
     if not waits:
         return os.read(handle, MIB)
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         # `select` also returns when the pipe has no writer yet.
         if select.select([handle], [], [], max(end - time.monotonic(), 0))[0]:
@@ -131,7 +137,7 @@ def _read(handle: int, *, waits: bool) -> bytes:
                 return os.read(handle, MIB)
             except BlockingIOError:
                 continue
-    raise OSError(f"nothing was written to this pipe for {_PATIENCE:g} s")
+    raise OSError(f"nothing was written to this pipe for {PATIENCE:g} s")
 
 
 def read_standard_input(what: str, *, limit: int) -> str:

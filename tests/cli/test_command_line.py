@@ -119,7 +119,7 @@ def test_a_system_error_gets_one_sentence_and_exit_code_1(
         raise error
 
     monkeypatch.setattr("stoker.cli.selftest.main", fail)
-    monkeypatch.setattr("stoker.cli._abandon_output", lambda: None)
+    monkeypatch.setattr("stoker.cli.abandon_output", lambda: None)
     assert main(["selftest"]) == 1
     written = capsys.readouterr().err
     assert message in written

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rig.plots import draw_once
 from tasks.models import save_tiny_bert
 from tasks.sentence_files import KINDS, rows_of, write_lines
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _plots_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        draw_once(monkeypatch)
+        yield
 
 
 @pytest.fixture(scope="module")

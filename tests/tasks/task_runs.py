@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,10 +53,8 @@ def entries(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def in_two_ranks(argv: list[str]) -> None:
     """Runs a command under `stoker launch -n 2`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "stoker", "launch", "-n", "2", "-m", "stoker", *argv],
-        capture_output=True, text=True, timeout=600, env={**os.environ},
-    )  # fmt: skip
+    words = [sys.executable, "-m", "stoker", "launch", "-n", "2", "-m", "stoker", *argv]
+    done = warm.run(words, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -13,11 +14,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 
+from rig import warm
 from stoker.cli import main
+from stoker.errors import UserError
 from stoker.run_report.log import RunLog, read_run
 from stoker.tasks.export import comparison
 from stoker.tasks.export.export_folder import staged, write_facts
+from stoker.tasks.export.export_source import find_source
 from stoker.tasks.export.exported_model import load_exported
 from tasks.models import wordpiece
 from tasks.test_use_command import TEXTS, save
@@ -37,7 +42,7 @@ def run_folder(folder: Path) -> Path:
     rows = [json.dumps({"sentence1": a, "sentence2": b, "label": label}) for label, a, b in PAIRS]
     data.write_text("\n".join(rows) + "\n")
     (folder / "recipe.yaml").write_text(
-        f"task: classify\nvalidation_file: {data}\nlearning_rate: 0.1\ndo_train: true\n"
+        f"task: classify\nvalidation_file: {data}\nlearning_rate: 0.1\ndo_train: true\nlive: true\n"
     )
     RunLog(folder).write("start", task="classify", model="tiny")
     return folder
@@ -66,7 +71,9 @@ def test_a_classifier_in_int8_is_scored_on_the_validation_data_and_added_to_the_
 ) -> None:
     run = run_folder(root / "run")
     target = exported(run, "--to", "onnx", "--int8")
-    printed = capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "--live" not in captured.err, "the run's option is not for its evaluation"
+    printed = captured.out
     assert all(word in printed for word in ("accuracy", "F1", "size", "one row", "batch", "agreement", str(target)))
     facts = json.loads((target / "export.json").read_text())["comparison"]
     assert facts["before"]["scores"].keys() == facts["after"]["scores"].keys() == {"accuracy", "f1"}
@@ -209,3 +216,46 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         write_facts(folder, {})
     assert os.listdir(tmp_path) == ["onnx"]
     assert os.listdir(target) == ["export.json"]
+
+
+def test_evaluation_takes_only_the_options_that_concern_it(tmp_path: Path) -> None:
+    found = find_source(str(run_folder(tmp_path / "run")), None).evaluation
+    assert found is not None
+    assert [word.partition("=")[0] for word in found] == ["--validation_file"]
+
+
+def test_a_file_size_limit_during_an_export_is_one_sentence(root: Path, tmp_path: Path) -> None:
+    source = save("fill", root / "limited")
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000 << 10,) * 2)"  # as ulimit -f 1000 does
+    code = f"{limit}; import sys; from stoker.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = ["export", str(source), "--to", "safetensors", "--output_dir", str(tmp_path / "new")]
+    done = warm.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, transformers=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "stoker: the export new could not be written: the size limit of a file is 1.0 MB (ulimit -f); make"
+    )
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        ValueError("a library's own words: [Errno 28] No space left on device: 'model.onnx.data'"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_full_disk_during_an_export_is_one_sentence(error: Exception, tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise error
+
+    message = rf"^the disk of {tmp_path} is full \(.* MB left\): the export onnx could not be written; make room"
+    with pytest.raises(UserError, match=message), staged(tmp_path / "onnx") as folder:
+        write(folder)
+    assert os.listdir(tmp_path) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,11 @@ def test_an_adapter_is_merged_first(to: str, tmp_path: Path, capsys: pytest.Capt
     adapted.save_pretrained(tmp_path / "adapter")
     tokenizer().save_pretrained(tmp_path / "adapter")
     assert main(["export", str(tmp_path / "adapter"), "--to", to, "--output_dir", str(tmp_path / "served")]) == 0
+    sizes = json.loads((tmp_path / "served" / "export.json").read_text())["comparison"]
+    assert sizes["before"]["size"] > (tmp_path / "base" / "model.safetensors").stat().st_size, (
+        "an adapter is no model without its base"
+    )
+    assert sizes["after"]["size"] < 1.2 * sizes["before"]["size"]
     found = logits(load_for_chat(str(tmp_path / "served")).model)
     torch.testing.assert_close(found, logits(adapted), rtol=1e-2, atol=1e-2)
     assert (found - logits(transformers.AutoModelForCausalLM.from_pretrained(base))).abs().max() > 0.1
@@ -90,3 +96,13 @@ def test_an_architecture_that_the_target_does_not_know_is_named(
     assert main(["export", str(tmp_path / "gpt2"), "--to", to]) == 2
     assert message in capsys.readouterr().err
     assert not any(path.is_dir() for path in (tmp_path / "gpt2").iterdir())
+
+
+def test_a_tokenizer_without_merges_is_refused_as_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save_tiny_llama(tmp_path / "model")
+    words = json.loads((source / "tokenizer.json").read_text())
+    words["model"] |= {"merges": [], "vocab": {one: n for one, n in words["model"]["vocab"].items() if len(one) == 1}}
+    (source / "tokenizer.json").write_text(json.dumps(words))
+    assert main(["export", str(source), "--to", "gguf"]) == 2
+    assert "has no merges, without which llama.cpp loads no byte-level BPE tokenizer" in capsys.readouterr().err
+    assert not (source / "gguf").exists()

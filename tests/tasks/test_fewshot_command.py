@@ -113,6 +113,7 @@ def test_the_losses_and_probabilities_are_those_of_setfit(
         assert list(scores.values()) == sorted(scores.values(), reverse=True)
 
 
+@pytest.mark.part("tasks")
 def test_a_script_of_setfit_runs_unmodified_under_launch_with_the_losses_of_stock(
     bert: Path, rows: Path, stock: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -129,6 +130,26 @@ def test_a_script_of_setfit_runs_unmodified_under_launch_with_the_losses_of_stoc
         assert one["tokens_per_second"] > 0
         assert 0 < one["padding_avoided"] < 1
     assert [one["loss"] for one in entries(tmp_path, "step")] == losses(found["history"], "embedding_loss")
+
+
+@pytest.mark.parametrize("to", ["safetensors", "onnx"])
+def test_an_export_classifies_as_the_original(
+    trained: Path, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if to == "onnx":
+        pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    monkeypatch.setattr("stoker.tasks.export.comparison._SECONDS", 0.0)
+    text = rows_of("labelled texts", 60)[5]["text"]
+    original = used(trained, capsys, "--text", text)
+    assert main(["export", str(trained), "--to", to, "--output_dir", str(tmp_path / to)]) == 0
+    if to == "onnx":
+        assert "accuracy" in capsys.readouterr().out, "scored on the validation file of the run"
+    assert (tmp_path / to / "model_head.safetensors").read_bytes() == (trained / "model_head.safetensors").read_bytes()
+    (found,) = used(tmp_path / to, capsys, "--text", text)
+    assert [row["label"] for row in found["found"]] == [row["label"] for row in original[0]["found"]]
+    assert [row["score"] for row in found["found"]] == pytest.approx(
+        [row["score"] for row in original[0]["found"]], abs=1e-3
+    )
 
 
 def test_the_result_is_a_folder_without_pickles_with_report_card_and_recipe(trained: Path) -> None:

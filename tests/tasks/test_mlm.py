@@ -16,10 +16,11 @@ import transformers
 from stoker.errors import UserError
 from stoker.tasks import token_store
 from stoker.tasks.faults import Faults
+from stoker.tasks.file_patterns import expand
 from stoker.tasks.mlm import texts
 from stoker.tasks.mlm.features import TextRows, make_rows, tokenize_sources
 from stoker.tasks.mlm.masking import MaskingCollator, Words
-from stoker.tasks.mlm.texts import FileTexts, expand
+from stoker.tasks.mlm.texts import FileTexts
 from tasks.models import byte_level, wordpiece
 
 LINES = [
@@ -54,7 +55,7 @@ def rows_of(
 def test_lines_are_joined_and_divided_as_run_mlm_does(
     tmp_path: Path, name: str, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(texts, "_TOGETHER", 500)  # several blocks
+    monkeypatch.setattr(texts, "TEXTS_TOGETHER", 500)  # several blocks
     tokenizer = kind()
     rows = rows_of(write(tmp_path / name), length=32, tokenizer=tokenizer)
     lines = [line if "json" in name or "csv" in name else line.strip() for line in LINES if line.strip()]
@@ -126,7 +127,7 @@ def test_a_large_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.
     """At no time are more than a few blocks of texts alive."""
     path = tmp_path / "d.txt"
     path.write_text("A line of text for the river.\n" * 4000)
-    monkeypatch.setattr(texts, "_TOGETHER", 3000)
+    monkeypatch.setattr(texts, "TEXTS_TOGETHER", 3000)
     monkeypatch.setattr("stoker.user_files.MIB", 1000)
     alive = [0, 0]
 
@@ -139,14 +140,14 @@ def test_a_large_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.
         def __del__(self) -> None:
             alive[0] -= 1
 
-    original = FileTexts._lines
-    monkeypatch.setattr(FileTexts, "_lines", lambda self, faults: map(Block, original(self, faults)))
+    original = FileTexts.plain_lines
+    monkeypatch.setattr(FileTexts, "plain_lines", lambda self, faults: map(Block, original(self, faults)))
     assert len(rows_of(path).ids) == 4000 * len(wordpiece()("A line of text for the river.")["input_ids"])
     assert alive[1] <= 4
 
 
 def test_a_line_of_any_length_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "_LONGEST", 50)
+    monkeypatch.setattr(texts, "LONGEST_TEXT", 50)
     path = tmp_path / "d.txt"
     path.write_text("misty river " * 100 + "x" * 120)
     rows = rows_of(path, line_by_line=True, length=512)
@@ -293,7 +294,7 @@ def test_the_logits_of_masked_tokens_are_those_of_the_whole_model() -> None:
 def test_old_tokens_leave_the_cache_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from stoker.tasks import cache
 
-    monkeypatch.setattr(cache, "_MOST_BYTES", 3000)
+    monkeypatch.setattr(cache, "MOST_BYTES", 3000)
     for n in range(3):
         rows_of(write(tmp_path / "d.txt", [f"{n} river"] * 300))
     left = {path.stem for path in (tmp_path / "cache" / "features").iterdir()}
@@ -311,3 +312,12 @@ def test_a_line_of_any_length_is_read_piece_by_piece(between: str, tmp_path: Pat
     assert faults.count == 0
     assert max(sum(map(len, part)) for part in parts) <= 5 << 20
     assert between.join(itertools.chain(*parts)).split() == text.split()
+
+
+def test_a_file_without_any_usable_text_is_announced_once(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": 1}\n' * 4)
+    said: list[str] = []
+    with pytest.raises(UserError, match="4 of 4 rows"):
+        tokenize_sources([FileTexts(path)], wordpiece(), strict=False, say=said.append)
+    assert len(said) == 1

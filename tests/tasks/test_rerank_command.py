@@ -23,13 +23,17 @@ def command(model: Path, data: Path, out: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "loss", "score", "outputs"),
-    [
-        ("pairs", "MultipleNegativesRankingLoss", "ndcg@10", 1),
-        ("triplets", "BinaryCrossEntropyLoss", "ndcg@10", 1),
-        ("pairs with scores", "BinaryCrossEntropyLoss", "spearman", 1),
-        ("pairs with classes", "CrossEntropyLoss", "f1_macro", 3),
-        ("lists", "BinaryCrossEntropyLoss", "ndcg@10", 1),
-    ],
+    rest_in(
+        "tasks",
+        [
+            ("pairs", "MultipleNegativesRankingLoss", "ndcg@10", 1),
+            ("pairs with classes", "CrossEntropyLoss", "f1_macro", 3),
+            ("lists", "BinaryCrossEntropyLoss", "ndcg@10", 1),
+            ("triplets", "BinaryCrossEntropyLoss", "ndcg@10", 1),
+            ("pairs with scores", "BinaryCrossEntropyLoss", "spearman", 1),
+        ],
+        keep=3,
+    ),
 )
 def test_each_kind_of_data_has_its_loss_and_evaluator(
     kind: str, loss: str, score: str, outputs: int, bert: Path, files: dict[str, Path], tmp_path: Path,
@@ -106,14 +110,18 @@ def test_training_gives_the_losses_and_weights_of_stock_sentence_transformers(
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [
-        ("pairs", ["--mine_negatives", "2", "--mining_model", "MODEL"]),
-        ("pairs", ["--loss", "CachedMultipleNegativesRankingLoss", "--mini_batch_size", "8", "--bf16"]),
-        ("lists", ["--loss", "LambdaLoss", "--max_seq_length", "24"]),
-        ("lists", ["--loss", "listmle", "--tokens_per_batch", "1024"]),
-        ("triplets", ["--loss", "RankNetLoss", "--gradient_accumulation_steps", "2"]),
-        ("pairs with scores", ["--loss", "MSELoss", "--group_by_length", "--no_ipex"]),
-    ],
+    rest_in(
+        "tasks",
+        [
+            ("pairs", ["--mine_negatives", "2", "--mining_model", "MODEL"]),
+            ("lists", ["--loss", "LambdaLoss", "--max_seq_length", "24"]),
+            ("pairs", ["--loss", "CachedMultipleNegativesRankingLoss", "--mini_batch_size", "8", "--bf16"]),
+            ("lists", ["--loss", "listmle", "--tokens_per_batch", "1024"]),
+            ("triplets", ["--loss", "RankNetLoss", "--gradient_accumulation_steps", "2"]),
+            ("pairs with scores", ["--loss", "MSELoss", "--group_by_length", "--no_ipex"]),
+        ],
+        keep=2,
+    ),
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_options_of_training_work_together(
@@ -128,7 +136,8 @@ def test_options_of_training_work_together(
     )
 
 
-@pytest.mark.parametrize("kind", rest_in("kills", ["pairs", "pairs with scores"]), ids=["random negatives", "scores"])
+@pytest.mark.part("kills")
+@pytest.mark.parametrize("kind", ["pairs", "pairs with scores"], ids=["random negatives", "scores"])
 def test_a_killed_run_resumes_to_bitwise_the_same_weights(
     kind: str, bert: Path, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,7 @@ def test_the_loss_is_that_of_stock_transformers_on_the_same_rows(llama: Path, tm
     assert losses == pytest.approx([total / count] * 4, rel=1e-4)
 
 
+@pytest.mark.part("tasks")
 def test_label_smoothing_gives_the_loss_of_transformers(llama: Path, chats: Path, tmp_path: Path) -> None:
     losses = []
     for more in ([], ["--label_smoothing_factor", "0.2"], ["--label_smoothing_factor", "0.2", "--no_ipex"]):
@@ -129,13 +130,17 @@ def test_label_smoothing_gives_the_loss_of_transformers(llama: Path, chats: Path
 
 @pytest.mark.parametrize(
     "more",
-    [
-        ["--full"],
-        ["--full", "--packing", "--max_length", "64"],
-        ["--bf16", "--lora_targets", "q_proj,v_proj", "--lora_dropout", "0.1"],
-        ["--tokens_per_batch", "256", "--loss_on", "all"],
-        ["--gradient_checkpointing", "--gradient_accumulation_steps", "2"],
-    ],
+    rest_in(
+        "tasks",
+        [
+            ["--full", "--packing", "--max_length", "64"],
+            ["--bf16", "--lora_targets", "q_proj,v_proj", "--lora_dropout", "0.1"],
+            ["--full"],
+            ["--tokens_per_batch", "256", "--loss_on", "all"],
+            ["--gradient_checkpointing", "--gradient_accumulation_steps", "2"],
+        ],
+        keep=2,
+    ),
     ids=lambda more: " ".join(more),
 )
 def test_options_of_training_work_together(more: list[str], llama: Path, chats: Path, tmp_path: Path) -> None:
@@ -146,7 +151,9 @@ def test_options_of_training_work_together(more: list[str], llama: Path, chats: 
         assert transformers.AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
 
 
-@pytest.mark.parametrize(("form", "files"), [("bfloat16", torch.bfloat16), ("nf4", torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "files"), rest_in("tasks", [("nf4", torch.float32), ("bfloat16", torch.bfloat16)]), ids=str
+)
 def test_frozen_weights_are_stored_named_and_merged(
     form: str, files: torch.dtype, llama: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,7 +200,7 @@ def write_pairs(path: Path, count: int) -> Path:
     )
 
 
-@pytest.mark.parametrize("full", [[], ["--full"]], ids=["LoRA", "full"])
+@pytest.mark.parametrize("full", rest_in("tasks", [[], ["--full"]]), ids=["LoRA", "full"])
 def test_preference_pairs_train_by_dpo(full: list[str], llama: Path, tmp_path: Path) -> None:
     data = write_pairs(tmp_path / "pairs.jsonl", 12)
     out = tmp_path / "out"
@@ -238,11 +245,10 @@ def test_another_template_writes_the_rows_and_is_saved(llama: Path, chats: Path,
     assert "chat_template_path" in (out / "recipe.yaml").read_text()
 
 
+@pytest.mark.part("kills")
 @pytest.mark.parametrize(
     "more",
-    rest_in(
-        "kills", [["--lora_dropout", "0.2", "--frozen_weights", "nf4"], ["--full", "--packing", "--max_length", "96"]]
-    ),
+    [["--lora_dropout", "0.2", "--frozen_weights", "nf4"], ["--full", "--packing", "--max_length", "96"]],
     ids=["LoRA", "full"],
 )
 def test_an_interrupted_run_resumes_to_bitwise_the_same_weights(
@@ -424,6 +430,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(
     assert capsys.readouterr().err == "stoker train sft needs TRL, PEFT and datasets: pip install 'stoker[sft]'\n"
 
 
+@pytest.mark.part("tasks")
 def test_two_processes_train_one_adapter(llama: Path, chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     in_two_ranks(command(llama, chats, out, "--samples", "1"))

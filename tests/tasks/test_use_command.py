@@ -159,6 +159,44 @@ def test_what_does_not_fit_the_model_gets_one_sentence(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        ("embed", ["--text", "x"], "this model searches texts, and was given no query; give one with --query"),
+        ("classify", [], "there is no text; give one with --text"),
+    ],
+)
+def test_nothing_to_do_is_not_a_success(
+    kind: str, words: list[str], message: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert main(["use", "--model", str(models[kind]), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "classify",
+            "is not a language model: it is a BertForSequenceClassification, which classifies texts; use it with",
+        ),
+        ("fill", "is not a language model: it is a BertForMaskedLM, which fills the masked words of a text"),
+        ("answer", "is not a language model: it is a BertForQuestionAnswering"),
+        ("embed", "is not a language model: it has no cls.predictions."),
+    ],
+)
+def test_chat_refuses_a_model_that_is_no_language_model(
+    kind: str, message: str, models: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "--model", str(models[kind]), "--prompt", "Hello", "--max_new_tokens", "2"]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert f"`stoker use --model {models[kind]}`" in printed.err
+    assert printed.out == ""
+
+
 def test_a_folder_without_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["use", "--model", str(tmp_path), "--text", "a"]) == 2
     assert "does not contain a model: it has no config.json" in capsys.readouterr().err

@@ -39,14 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has exited, as in `stoker ... | head`
         if streams.drops_output():  # the error is about another pipe
             raise
-        _abandon_output()
+        abandon_output()
         return 141
     except (OSError, MemoryError, RuntimeError) as error:
         sentence, code = _system_reason(error)
         if sentence is None or os.environ.get("STOKER_TRACEBACK"):
             raise
         print(f"stoker: {sentence}", file=sys.stderr)
-        _abandon_output()
+        abandon_output()
         return code
 
 
@@ -67,7 +67,7 @@ def _system_reason(error: Exception) -> tuple[str | None, int]:
     return outside_reason(error), 1
 
 
-def _abandon_output() -> None:
+def abandon_output() -> None:
     """Redirects standard output to /dev/null, so that Python's flush at exit does not fail."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -41,7 +41,7 @@ Training:
   --num_train_epochs 3, --max_steps N, --learning_rate 5e-5, --warmup_steps 0, --seed 42
   --per_device_train_batch_size 8 rows per batch; or --tokens_per_batch N; --gradient_accumulation_steps 1
   --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
-  --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
+  --overwrite_output_dir          start over; without it, an interrupted run resumes, and another one is refused
   --resume_from_checkpoint DIR    resume from this one
   --report_to tensorboard         or another integration of transformers
   --live                          show the run in the browser while it trains (--live_port N)
@@ -123,7 +123,7 @@ Training:
   --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
   --samples 3                     examples in the report, before and after training
   --live                          show the run in the browser while it trains (--live_port N)
-  --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
+  --overwrite_output_dir          start over; without it, an interrupted run resumes, and another one is refused
   --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train fewshot ...
 
 example:
@@ -210,7 +210,7 @@ Training:
   --samples 3                     answers in the report, before and after training
   --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
   --live                          show the run in the browser while it trains (--live_port N)
-  --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
+  --overwrite_output_dir          start over; without it, an interrupted run resumes, and another one is refused
   --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train sft ...
 
 example:
@@ -250,7 +250,7 @@ Training:
   --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
   --live                          show the run in the browser while it trains (--live_port N)
   --samples 3                     examples in the report, before and after training
-  --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
+  --overwrite_output_dir          start over; without it, an interrupted run resumes, and another one is refused
   --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train embed ...
 
 example:
@@ -289,7 +289,7 @@ Training:
   --save_steps 500, --save_total_limit N, --eval_strategy steps|epoch, --eval_steps N, --logging_steps N
   --live                          show the run in the browser while it trains (--live_port N)
   --samples 3                     examples in the report, before and after training
-  --overwrite_output_dir          start over; without it, a run resumes from its newest complete checkpoint
+  --overwrite_output_dir          start over; without it, an interrupted run resumes, and another one is refused
   --push_to_hub                   publish the result; several processes: stoker launch -n 4 -m stoker train rerank ...
 
 example:

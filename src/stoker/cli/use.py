@@ -120,7 +120,7 @@ def _search(kind: str, options: object) -> int:
 def _converse(use: Use, as_json: bool) -> int:
     """Answers what is typed until an empty line or the end; of a file or pipe, every line that is not empty."""
     console = Console(highlight=False, markup=False)
-    terminal = sys.stdin.isatty()
+    terminal, answered = sys.stdin.isatty(), 0
     while True:
         try:
             said = console.input(use.prompt) if terminal else sys.stdin.readline()
@@ -128,16 +128,25 @@ def _converse(use: Use, as_json: bool) -> int:
             return 0
         except UnicodeDecodeError as error:
             raise UserError(f"what was typed is not UTF-8 text (byte {error.start} of standard input)") from None
+        if not said and not terminal and not answered:
+            raise UserError(_nothing_given(use))
         if not said or (terminal and not said.strip()):
             return 0
         if not said.strip():
             continue
         try:
+            answered += 1
             _answer(use, said.strip(), as_json)
         except UserError as error:
             if not terminal:
                 raise
             console.print(str(error))
+
+
+def _nothing_given(use: Use) -> str:
+    if use.searches:
+        return "this model searches texts, and was given no query; give one with --query, or one per line of standard input"
+    return "there is no text; give one with --text, a file with --file, or one per line of standard input"
 
 
 def _answer(use: Use, said: str, as_json: bool) -> None:

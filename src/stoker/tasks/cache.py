@@ -23,7 +23,7 @@ __all__ = ["DIRECTORY", "Arrays", "cached", "fingerprint", "remove_old"]
 Arrays = dict[str, NDArray[np.generic]]
 DIRECTORY = "features"  # in the cache
 _FORMAT = "1"  # increase it when the meaning of stored arrays changes
-_MOST_BYTES = 4 << 30
+MOST_BYTES = 4 << 30
 _ABANDONED = 24 * 3600.0  # seconds since a temporary file was last written
 _SUFFIXES = (".npz", ".ids", ".ends", ".facts")  # of arrays, and of token_store.py
 
@@ -88,5 +88,5 @@ def remove_old(newest: Path) -> None:
     total = 0
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         total += file.stat().st_size
-        if total > _MOST_BYTES and file.stem != newest.stem:
+        if total > MOST_BYTES and file.stem != newest.stem:
             file.unlink(missing_ok=True)

@@ -8,16 +8,18 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stoker.bounded import OutOfBounds, bounded
 from stoker.english import with_article
 from stoker.errors import UserError
 from stoker.tasks.faults import Faults
 from stoker.tasks.memory_estimate import available
-from stoker.user_files import read_bytes
+from stoker.user_files import read_bytes, too_large
 
 __all__ = ["KINDS", "Row", "is_unicode", "kind_of", "read_json", "read_lines", "read_rows", "text_fault"]
 
@@ -30,6 +32,8 @@ _SUFFIXES = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
+_PARQUET_ROWS = 256
+"""Rows that are unpacked at a time."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +73,20 @@ def kind_of(path: Path) -> str:
     return kind
 
 
-def read_rows(path: Path, faults: Faults, *, texts: bool = False, header: Sequence[str] | None = None) -> Iterator[Row]:
+def read_rows(
+    path: Path, faults: Faults, *, texts: bool = False, header: Sequence[str] | None = None, kept: bool = True
+) -> Iterator[Row]:
     """The rows of a table. JSON may be a list of rows, {"data": [rows]} or one row per line.
 
     With `texts`, a .txt file has a row for each paragraph, with the column `text`. `header` names the columns of a CSV or TSV
-    file whose first line is a row.
+    file whose first line is a row. `kept`: the caller keeps all rows, so that a Parquet file must fit into the memory.
     """
     if texts and path.name.lower().removesuffix(".gz").endswith(".txt"):
         yield from _paragraphs(path)
         return
     kind = kind_of(path)
     if kind == "parquet":
-        yield from _parquet_rows(path)
+        yield from _parquet_rows(path, kept)
     elif kind in {"csv", "tsv"}:
         yield from _delimited_rows(path, "\t" if kind == "tsv" else ",", faults, header)
     elif kind == "jsonl":
@@ -197,6 +203,7 @@ def _delimited_rows(path: Path, delimiter: str, faults: Faults, header: Sequence
         raise UserError(f"{path} is empty; its first line must name the columns")
     if not all(map(is_unicode, header)):
         raise UserError(f"{path} is not UTF-8: its first line cannot be read; convert it")
+    _check_columns(path, header, named)
     while True:
         try:
             fields = next(reader, None)
@@ -216,24 +223,55 @@ def _delimited_rows(path: Path, delimiter: str, faults: Faults, header: Sequence
             yield Row(dict(zip(header, fields, strict=True)), where)
 
 
+def _next_batch(batches: Iterator[Any]) -> tuple[int, list[dict[str, Any]]]:
+    """The size in bytes of the next batch of a Parquet file, and its rows; none at the end."""
+    batch = next((one for one in batches if one.num_rows), None)
+    if batch is None:
+        return 0, []
+    # Arrow may keep repeated values once, but every row has its own copy in Python.
+    columns = [one.dictionary_decode() if hasattr(one, "dictionary_decode") else one for one in batch.columns]
+    return sum(one.nbytes for one in columns), batch.to_pylist()
+
+
+def _check_columns(path: Path, names: Sequence[str], named_by: str) -> None:
+    """Raises UserError if two columns have the same name. Spreadsheets write several without a name, which no task reads."""
+    twice = next((name for name, count in Counter(names).items() if count > 1 and name.strip()), None)
+    if twice is not None:
+        raise UserError(f"{path} has two columns with the name {twice!r} ({named_by}); rename or remove one of them")
+
+
 def _separator(first_line: str) -> str:
     """What separates the columns that this line names. Spreadsheets write semicolons where the comma is the decimal mark."""
     return next((one for one in ",;\t" if one in first_line), ",")
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path, kept: bool) -> Iterator[Row]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
         raise UserError(f"{path} is Parquet, which needs pyarrow: pip install 'stoker[parquet]'") from None
     if path.exists() and not path.is_file():
         raise UserError(f"data file {path} cannot be read: it is a folder, device or pipe")
+    limit = available() or 1 << 40
+    left, number = limit, 0
     try:
         table = parquet.ParquetFile(path)
-        number = 0
-        for batch in table.iter_batches():
-            for values in batch.to_pylist():
+        _check_columns(path, table.schema_arrow.names, "its schema")
+        batches = table.iter_batches(batch_size=_PARQUET_ROWS)
+        while True:
+            # Repeated values are stored once: a small file may hold any amount, and one batch more than the memory.
+            size, rows = bounded(lambda: _next_batch(batches), memory=left)
+            if not rows:
+                return
+            left -= size if kept else 0
+            if left < 0:
+                raise too_large(path, "data file", limit)
+            for values in rows:
                 number += 1
                 yield Row(values, f"{path}, row {number}")
+    except OutOfBounds:
+        raise UserError(
+            f"data file {path} cannot be read: {_PARQUET_ROWS} of its rows need more memory than is free"
+        ) from None
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
         raise UserError(f"{path} cannot be read as Parquet: {error}") from None

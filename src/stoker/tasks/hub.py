@@ -36,7 +36,7 @@ class Split:
             yield Row(values, f"{self.name}, row {number}")
 
 
-def _package(wanted: str) -> Any:
+def import_package(wanted: str) -> Any:
     try:
         import datasets
     except ImportError:
@@ -50,7 +50,7 @@ def _package(wanted: str) -> Any:
 
 
 def _load(name: str, config: str | None, options: Any) -> Any:
-    datasets = _package(name)
+    datasets = import_package(name)
     try:
         found = datasets.load_dataset(name, config, cache_dir=options.cache_dir, token=options.token)
     except Exception as error:  # the package raises many types of errors

@@ -16,10 +16,12 @@ from stoker.english import counted, with_article
 from stoker.errors import UserError, first_line, one_line, outside_reason
 from stoker.tasks.model_folder import (
     CONFIG_FILES,
+    MODULES,
     TOKENIZER_FILES,
     VOCABULARY_FILES,
     WEIGHT_FILES,
     broken_file,
+    broken_part,
     check_before_loading,
     exported_file,
     integer_tensors,
@@ -48,23 +50,26 @@ def quiet() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     for name in ("accelerate", "huggingface_hub", "httpx", "filelock", "matplotlib", "trl", "peft", "datasets",
-                 "sentence_transformers", "setfit"):  # fmt: skip
+                 "sentence_transformers", "setfit", "bitsandbytes"):  # fmt: skip
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch|peft|trl|sentence_transformers|setfit)\b")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"stoker\b")  # of TRL about its options
 
 
-_FILES = {"config": CONFIG_FILES, "tokenizer": TOKENIZER_FILES, "weights": WEIGHT_FILES}
+_FILES = {"config": CONFIG_FILES, "tokenizer": TOKENIZER_FILES, "weights": WEIGHT_FILES, "adapter": WEIGHT_FILES}
+_STAGES = {"AutoConfig": "config", "AutoTokenizer": "tokenizer", "PeftModel": "adapter"}
 
 
 def loaded(loader: Any, what: str, name: str, *, flag: str = "--model_name_or_path", **options: Any) -> Any:
     """`loader.from_pretrained` for a folder or a name on the hub; raises UserError with the reason if it fails.
 
-    Broken files raise all kinds of errors in the libraries, so any error of theirs is blamed on the folder. An error in
-    Stoker's own code is a bug and is raised as it is.
+    Broken files raise all kinds of errors in the libraries, so any error of theirs is blamed on the folder. An error that
+    Stoker's own code raises is a bug, or a UserError, and is raised as it is.
     """
     if os.path.isdir(name):
         check_before_loading(Path(name))
+    else:
+        _check_name(name, flag)
     return _user_error_on_failure(loader, what, name, flag, options.get("config"))(
         lambda: loader.from_pretrained(name, **options)
     )
@@ -86,29 +91,57 @@ def _user_error_on_failure(
     return attempt
 
 
+def _check_name(name: str, flag: str) -> None:
+    """Raises UserError for a folder that does not exist and for a name that no model on the hub can have."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    if os.path.exists(name):
+        return
+    # The names of models on the hub are NAME and OWNER/NAME.
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
+        raise UserError(f"the folder {name} does not exist ({flag})")
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise UserError(
+            f"the folder {name!r} does not exist, and no model on the hub can have that name ({flag})"
+        ) from None
+
+
 def _is_a_bug(error: BaseException) -> bool:
-    """Whether an error passed through Stoker's own code, or is not an error at all, like Ctrl-C."""
+    """Whether Stoker's own code raised an error, or it is not an error at all, like Ctrl-C.
+
+    An error that a library raises is blamed on the files, even if Stoker's code called that library.
+    """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by panics in Rust code
         return True
     ours = os.path.join(os.path.dirname(stoker.__file__), "")
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(file.startswith(ours) and file != __file__ for file in files)  # this file makes the calls
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    file = innermost.f_code.co_filename
+    return file.startswith(ours) and file != __file__  # this file makes the calls
 
 
 def _failure_reason(error: BaseException, loader: Any, what: str, name: str, flag: str, config: Any) -> str:
     if not os.path.isdir(name):
         offline = " (offline)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        # Inside of a folder that exists, a folder was most likely meant.
+        inside = os.path.isdir(os.path.dirname(name))
+        begin = (
+            f"the folder {name} does not exist, and it" if inside else f"the {what} {name!r} is not a local folder and"
+        )
         return (
-            f"the {what} {name!r} is not a local folder and cannot be loaded from the hub{offline}: {reason(error).rstrip('.')}; "
+            f"{begin} cannot be loaded from the hub{offline}: {reason(error).rstrip('.')}; "
             f"check the name and the network, or name a folder with {flag}"
         )
     if outside := outside_reason(error):
         return f"no {what} can be loaded from the folder {name}: {outside}"
     folder = Path(name)
-    stage = {"AutoConfig": "config", "AutoTokenizer": "tokenizer"}.get(loader.__name__, "weights")
+    stage = _STAGES.get(loader.__name__, "weights")
     # config.json is read first in every case.
     broken = broken_file(folder, CONFIG_FILES) or broken_file(folder, _FILES[stage])
-    if broken is None and stage != "tokenizer" and not (folder / "config.json").exists():
+    if broken is None and (folder / MODULES).exists():
+        broken = broken_part(folder)
+    elif broken is None and stage in ("config", "weights") and not (folder / "config.json").exists():
         broken = "it has no config.json"
     if broken is None and stage == "weights" and (at_fault := _config_fault(loader, config)):
         broken = f"config.json does not describe a model that can be built ({at_fault})"
@@ -118,7 +151,8 @@ def _failure_reason(error: BaseException, loader: Any, what: str, name: str, fla
         files = {
             "config": "config.json",
             "tokenizer": "the tokenizer's files",
-            "weights": "config.json and the weights",
+            "weights": "the files of its parts" if (folder / MODULES).exists() else "config.json and the weights",
+            "adapter": "adapter_config.json and the weights",
         }
         broken = f"{reason(error)} (from {files[stage]})"
     return f"no {what} can be loaded from the folder {name}: {broken}"

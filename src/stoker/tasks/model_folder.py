@@ -16,8 +16,8 @@ from typing import Any
 from stoker.errors import UserError
 
 __all__ = [
-    "CONFIG_FILES", "EXPORT_FILES", "TOKENIZER_FILES", "VOCABULARY_FILES", "WEIGHT_FILES", "broken_file",
-    "check_before_loading", "exported_file", "integer_tensors",
+    "CONFIG_FILES", "EXPORT_FILES", "HEAD_FILE", "MODULES", "TOKENIZER_FILES", "VOCABULARY_FILES", "WEIGHT_FILES", "broken_file",
+    "broken_part", "check_before_loading", "exported_file", "integer_tensors",
 ]  # fmt: skip
 
 CONFIG_FILES = ("config.json",)
@@ -27,8 +27,12 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json", "*.safetensors")
+MODULES = "modules.json"
+"""Names the parts of a model of sentence-transformers, most of which are in subfolders."""
 EXPORT_FILES = {"onnx": "model.onnx", "openvino": "openvino_model.xml"}
 """The file of each format in which `stoker export`, and optimum, write a model for another library."""
+HEAD_FILE = "model_head.safetensors"
+"""The classifier of a few-shot model, beside its transformer in any format."""
 _PYTORCH_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 _HEADER = 100 << 20  # bytes that safetensors itself allows for the header of a file
@@ -75,6 +79,30 @@ def broken_file(folder: Path, patterns: Iterable[str]) -> str | None:
     return None
 
 
+def broken_part(folder: Path) -> str | None:
+    """The first problem in the parts of a model of sentence-transformers, with the file; None if none is found."""
+    for part, kind in _parts(folder):
+        if not part.is_dir():
+            return f"{MODULES} names {part.relative_to(folder)}, which does not exist"
+        if (why := broken_file(part, (*CONFIG_FILES, *TOKENIZER_FILES, *WEIGHT_FILES))) is not None:
+            return why if part == folder else f"{part.relative_to(folder)}/{why}"
+        if kind == "Transformer" and not (part / "config.json").exists():
+            return "it has no config.json" if part == folder else f"{part.relative_to(folder)} has no config.json"
+    return None
+
+
+def _parts(folder: Path) -> list[tuple[Path, str]]:
+    """The folder and the class of each part; empty if the file that names them cannot be read, which its readers report."""
+    try:
+        listed = json.loads((folder / MODULES).read_text(encoding="utf-8"))
+        found = [(str(one["path"]), str(one["type"]).rpartition(".")[2]) for one in listed]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
+    return [
+        (folder / path, kind) for path, kind in found if ".." not in Path(path).parts and not Path(path).is_absolute()
+    ]
+
+
 def _problem(path: Path) -> str | None:
     try:
         if path.suffix == ".json":
@@ -117,7 +145,8 @@ def exported_file(name: str | Path) -> Path | None:
     """The ONNX or OpenVINO file that a folder contains instead of PyTorch weights; None if there is none."""
     folder = Path(name)
     found = next((folder / file for file in EXPORT_FILES.values() if (folder / file).is_file()), None)
-    return None if found is None or any(any(folder.glob(one)) for one in _PYTORCH_FILES) else found
+    weights = (path.name for pattern in _PYTORCH_FILES for path in folder.glob(pattern))
+    return None if found is None or any(name != HEAD_FILE for name in weights) else found
 
 
 def integer_tensors(folder: Path) -> set[str]:

@@ -12,7 +12,7 @@ from stoker.tasks.export.comparison import Comparison, Figures, agreement, size_
 from stoker.tasks.export.export_source import Source
 from stoker.tasks.export.graph_module import example_rows
 from stoker.tasks.loading import most_tokens
-from stoker.tasks.sft.language_model import LanguageModel, load_for_chat
+from stoker.tasks.sft.language_model import ADAPTER, LanguageModel, base_of, load_for_chat
 
 __all__ = ["export_language_model"]
 
@@ -34,8 +34,16 @@ def export_language_model(source: Source, to: str, int8: bool, folder: Path, say
     else:
         _save(found, folder)
     again = load_for_chat(str(folder))
-    before = Figures(size_of(source.folder))
+    before = Figures(_original_size(source.folder))
     return Comparison(to, int8, before, Figures(size_of(folder)), _agreement(found, again))
+
+
+def _original_size(folder: Path) -> int:
+    """Bytes of the model that the export replaces: with an adapter, that of its base model too; 0 if that is on the hub."""
+    if not (folder / ADAPTER).is_file():
+        return size_of(folder)
+    base = size_of(Path(base_of(folder)))
+    return base + size_of(folder) if base else 0
 
 
 def _save(found: LanguageModel, folder: Path) -> None:

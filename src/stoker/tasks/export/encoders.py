@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from stoker.tasks.export.comparison import (
 from stoker.tasks.export.export_source import Source
 from stoker.tasks.export.exported_model import Inputs, load_exported, recorded_inputs
 from stoker.tasks.export.graph_module import example_rows, model_inputs
+from stoker.tasks.fewshot.classifier_head import Head
 from stoker.tasks.loading import load_pretrained, loaded, most_tokens
+from stoker.tasks.model_folder import HEAD_FILE
 from stoker.tasks.sentences.st_models import Loader, transformer_of
 
 __all__ = ["Encoder", "export_encoder", "export_safetensors", "load_encoder"]
@@ -52,6 +54,8 @@ class Encoder:
     """The transformer with its head, as PyTorch runs it."""
     whole: Any
     """The model of sentence-transformers around it; None if there is none."""
+    head: Head | None = None
+    """The classifier of a few-shot model, which stays as it is."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -66,6 +70,8 @@ class Encoder:
         """Writes all files, with the weights as safetensors; returns the folder of the transformer."""
         if self.whole is not None:
             self.whole.save_pretrained(str(folder), create_model_card=False)
+            if self.head is not None:
+                self.head.save(folder)
             return transformer_of(folder)
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
@@ -73,11 +79,11 @@ class Encoder:
 
 
 def load_encoder(source: Source) -> Encoder:
-    if source.kind in ("embed", "rerank"):
+    if source.of_sentences:
         import sentence_transformers
 
         kind = (
-            sentence_transformers.SentenceTransformer if source.kind == "embed" else sentence_transformers.CrossEncoder
+            sentence_transformers.CrossEncoder if source.task == "rerank" else sentence_transformers.SentenceTransformer
         )
         local = os.path.isdir(source.name)
         whole = (
@@ -87,7 +93,8 @@ def load_encoder(source: Source) -> Encoder:
         )
         if whole.transformers_model is None:
             raise UserError(f"{source.name} contains no transformer, and cannot be exported")
-        return Encoder(whole.tokenizer, whole.transformers_model, whole)
+        head = Head.load(source.folder, int(whole.get_embedding_dimension())) if source.task == "fewshot" else None
+        return Encoder(whole.tokenizer, whole.transformers_model, whole, head)
     import transformers
 
     tokenizer, model, untrained = load_pretrained(getattr(transformers, _CLASSES[source.kind]), source.name)
@@ -104,7 +111,8 @@ def export_encoder(source: Source, to: str, int8: bool, folder: Path, write: Wri
     encoder = load_encoder(source)
     inner = encoder.save(folder)
     for path in [*inner.glob("*.safetensors*"), *inner.glob("pytorch_model*")]:
-        path.unlink()
+        if path.name != HEAD_FILE:
+            path.unlink()
     say(f"writing {to}{' in int8' if int8 else ''}")
     write(encoder.model, encoder.random_rows(24, 40), inner)
     exported = load_exported(inner, encoder.model.config)
@@ -153,7 +161,7 @@ def export_safetensors(source: Source, folder: Path, say: Say) -> Comparison:
     say("writing safetensors")
     encoder = load_encoder(source)
     encoder.save(folder)
-    again = load_encoder(Source(str(folder), source.kind, None))
+    again = load_encoder(replace(source, name=str(folder), evaluation=None))
     probe = encoder.random_rows(3, 17, 60, 31)
     before = Figures(size_of(source.folder))
     return Comparison(

@@ -16,6 +16,7 @@ __all__ = ["check_target", "staged", "write_facts"]
 
 _FACTS = "export.json"
 """What was exported, and the comparison; it marks folders that a later export may replace."""
+_HARDLY_ANY = 1 << 20
 
 
 def check_target(source: Path, target: Path) -> None:
@@ -49,6 +50,14 @@ def staged(target: Path) -> Iterator[Path]:
         if target.exists():
             os.rename(target, old)
         os.rename(beside, target)
+    except UserError:
+        raise
+    except Exception as error:
+        # A library that only says that it cannot write has failed for lack of space if hardly any is left.
+        if folders.disk_is_full(error, beside, _HARDLY_ANY) or shutil.disk_usage(beside).free < _HARDLY_ANY:
+            sentence = folders.shortage(beside.parent, f"the export {target.name}")
+            raise UserError(f"{sentence}; make room, or name a folder on another disk with --output_dir") from None
+        raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
         if target.exists():

@@ -75,8 +75,10 @@ def _check_packages(to: str, int8: bool) -> None:
 def _check_format(source: Source, to: str, int8: bool) -> None:
     if to == "safetensors" and int8:
         raise UserError("--int8 is for onnx, openvino and gguf; transformers reads safetensors in fp32")
-    if source.kind in ("embed", "rerank") and importlib.util.find_spec("sentence_transformers") is None:
+    if source.of_sentences and importlib.util.find_spec("sentence_transformers") is None:
         raise UserError(f"{source.name} needs sentence-transformers: pip install 'stoker[embed]'")
+    if source.task == "fewshot" and source.evaluation is not None and importlib.util.find_spec("setfit") is None:
+        raise UserError(f"{source.name} needs setfit to be evaluated: pip install 'stoker[fewshot]'")
     if source.kind == "chat" and to in ("onnx", "openvino"):
         raise UserError(f"{source.name} is a language model; --to {to} is for encoders, use --to gguf or safetensors")
     if source.kind != "chat" and to == "gguf":

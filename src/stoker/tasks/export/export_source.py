@@ -12,6 +12,7 @@ from typing import Any
 
 from stoker.errors import UserError
 from stoker.tasks import recipe
+from stoker.tasks.fewshot.classifier_head import has_head
 from stoker.tasks.model_folder import exported_file
 from stoker.tasks.use.model_kind import model_kind
 
@@ -29,6 +30,9 @@ _NOT_FOR_EVALUATION = (
     "max_predict_samples",
     "mine_negatives",
     "corpus_file",
+    "live",
+    "live_port",
+    "live_host",
 )
 
 
@@ -39,14 +43,17 @@ class Source:
     """One of `use.model_kind.KINDS`."""
     evaluation: list[str] | None
     """Options with which `stoker train` evaluates; None without validation data."""
-
-    @property
-    def task(self) -> str:
-        return _TASKS[self.kind]
+    task: str
+    """Of `stoker train`."""
 
     @property
     def folder(self) -> Path:
         return Path(self.name)
+
+    @property
+    def of_sentences(self) -> bool:
+        """Whether sentence-transformers loads it."""
+        return self.task in ("embed", "rerank", "fewshot")
 
 
 def find_source(name: str, validation_file: str | None) -> Source:
@@ -64,7 +71,8 @@ def find_source(name: str, validation_file: str | None) -> Source:
     kind = model_kind(
         name, "only encoders with a head, embedding models, rerankers and language models can be exported"
     )
-    return Source(name, kind, _evaluation(folder, _TASKS[kind], validation_file))
+    task = "fewshot" if kind == "classify" and has_head(folder) else _TASKS[kind]
+    return Source(name, kind, _evaluation(folder, task, validation_file), task)
 
 
 def _evaluation(folder: Path, task: str, validation_file: str | None) -> list[str] | None:

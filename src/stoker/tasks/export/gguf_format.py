@@ -57,7 +57,13 @@ def check_gguf(model: Any, tokenizer: Any, name: str) -> None:
         )
     if getattr(config, "use_sliding_window", False):
         raise UserError(f"{name} uses a sliding window, which cannot be written as GGUF here; use --to safetensors")
-    _pre_tokenizer(json.loads(tokenizer.backend_tokenizer.to_str()), name)
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    _pre_tokenizer(backend, name)
+    if not backend["model"].get("merges"):
+        raise UserError(
+            f"the tokenizer of {name} has no merges, without which llama.cpp loads no byte-level BPE tokenizer; use --to "
+            "safetensors"
+        )
 
 
 def write_gguf(model: Any, tokenizer: Any, folder: Path, *, int8: bool, name: str) -> None:

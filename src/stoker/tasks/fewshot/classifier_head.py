@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import UserError, one_line
-from stoker.tasks.model_folder import broken_file
+from stoker.tasks.model_folder import HEAD_FILE, broken_file
 
 __all__ = ["Head", "has_head", "has_pickled_head"]
 
-_HEAD, _LABELS = "model_head.safetensors", "config_setfit.json"
+_HEAD, _LABELS = HEAD_FILE, "config_setfit.json"
 _PICKLE = "model_head.pkl"
 
 

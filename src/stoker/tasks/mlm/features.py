@@ -96,6 +96,7 @@ def tokenize_sources(
     """The tokens of all texts, each with its special tokens; from the cache if they were tokenized before."""
     key = fingerprint([source.fingerprint() for source in sources], [whole_texts(tokenizer).to_str()])
     seen: list[dict[str, Any]] = []
+    unsaid = [say]
 
     def texts() -> Iterator[list[str]]:
         seen.clear()
@@ -108,7 +109,8 @@ def tokenize_sources(
 
     def make() -> Iterator[Batch]:
         names = sources[0].name if len(sources) == 1 else f"{len(sources)} files"
-        say(f"tokenizing {names} (once; the result is kept in the cache)")
+        while unsaid:  # texts without any token are made a second time
+            unsaid.pop()(f"tokenizing {names} (once; the result is kept in the cache)")
         return encoded(tokenizer, texts())
 
     found = stored("mlm", key, make, lambda: {"seen": seen}, fresh=fresh)

@@ -8,9 +8,10 @@ from stoker.distributed.agreement import once_per_machine, several_ranks
 from stoker.english import counted
 from stoker.errors import UserError
 from stoker.tasks import hub, training_run
+from stoker.tasks.file_patterns import expand
 from stoker.tasks.loading import load_config_and_tokenizer, load_model, row_length
 from stoker.tasks.mlm.features import TextRows, make_rows, tokenize_sources
-from stoker.tasks.mlm.texts import FileTexts, HubTexts, Source, expand
+from stoker.tasks.mlm.texts import FileTexts, HubTexts, Source
 from stoker.tasks.training_options import DataOptions, check_best, given, padding_option
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.

@@ -5,11 +5,9 @@ A source yields lists of texts, and has a fingerprint of its content. Texts that
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,14 +19,14 @@ from stoker.tasks.files import Row, is_unicode, read_rows
 from stoker.tasks.hub import Split
 from stoker.user_files import stream_bytes
 
-__all__ = ["FileTexts", "HubTexts", "Source", "expand"]
+__all__ = ["FileTexts", "HubTexts", "Source"]
 
 _TABLES = (".json", ".csv", ".tsv", ".parquet")
 _LINES = (".jsonl", ".ndjson")
 _COLUMNS = ("text", "content", "sentence", "document", "body")
-_LONGEST = 1 << 20
+LONGEST_TEXT = 1 << 20
 """Characters of a line; longer ones are divided at a space. Tokenizers take time and memory for a line as a whole."""
-_TOGETHER = 1 << 21
+TEXTS_TOGETHER = 1 << 21
 """Bytes, or characters, of texts in one list. Tokenizing takes about fifty times as much memory."""
 
 
@@ -42,21 +40,6 @@ class Source(Protocol):
 
     def texts(self, faults: Faults) -> Iterator[list[str]]:
         """The texts that are not empty, in order."""
-
-
-def expand(patterns: Sequence[str], flag: str) -> list[Path]:
-    """The files that names and patterns (`texts/*.txt`) stand for, in order, each once."""
-    found: dict[str, None] = {}
-    for pattern in patterns:
-        path = os.path.expanduser(pattern)
-        if os.path.exists(path) or not glob.has_magic(path):
-            found[path] = None
-            continue
-        files = [name for name in sorted(glob.glob(path, recursive=True)) if os.path.isfile(name)]
-        if not files:
-            raise UserError(f"{flag} {pattern}: no file has a name like this")
-        found |= dict.fromkeys(files)
-    return [Path(name) for name in found]
 
 
 @dataclass(frozen=True)
@@ -82,10 +65,10 @@ class FileTexts:
 
     def texts(self, faults: Faults) -> Iterator[list[str]]:
         if self._kind in _TABLES and not (self._kind == ".json" and self._is_lines()):
-            return _column(read_rows(self.path, faults), self.column, faults)
+            return _column(read_rows(self.path, faults, kept=False), self.column, faults)
         if self._kind in (*_LINES, ".json"):
             return _column(self._objects(faults), self.column, faults)
-        return self._lines(faults)
+        return self.plain_lines(faults)
 
     def _pieces(self) -> Iterator[bytes]:
         return stream_bytes(self.path, "data file", gzipped=self.path.suffix.lower() == ".gz")
@@ -100,11 +83,11 @@ class FileTexts:
             return False
 
     def _blocks(self, longest: float = float("inf")) -> Iterator[tuple[int, bytes]]:
-        """Whole lines of about `_TOGETHER` bytes, with the number of the first one; lines of `longest` bytes are divided."""
+        """Whole lines of about `TEXTS_TOGETHER` bytes, with the number of the first one; lines of `longest` bytes are divided."""
         number, left = 1, b""
         for piece in self._pieces():
             left += piece
-            if len(left) < _TOGETHER:
+            if len(left) < TEXTS_TOGETHER:
                 continue
             end = left.rfind(b"\n") + 1
             if not end and len(left) >= longest:
@@ -135,15 +118,15 @@ class FileTexts:
                         lines.append("")
             yield number, lines
 
-    def _lines(self, faults: Faults) -> Iterator[list[str]]:
-        for number, lines in self._decoded(faults, 4 * _LONGEST):  # a character has at most four bytes
+    def plain_lines(self, faults: Faults) -> Iterator[list[str]]:
+        for number, lines in self._decoded(faults, 4 * LONGEST_TEXT):  # a character has at most four bytes
             if any("\0" in line for line in lines):
                 at = next(n for n, line in enumerate(lines, number) if "\0" in line)
                 raise UserError(
                     f"data file {self.path} cannot be read: it is not text (line {at:,} contains a zero byte)"
                 )
             texts = [text for line in lines if (text := line.strip())]
-            if max(map(len, texts), default=0) > _LONGEST:
+            if max(map(len, texts), default=0) > LONGEST_TEXT:
                 texts = [part for text in texts for part in _divided(text)]
             yield texts
 
@@ -193,11 +176,11 @@ def _word_end(block: bytes) -> int:
 
 
 def _divided(text: str) -> Iterator[str]:
-    """Parts of at most `_LONGEST` characters, divided at spaces where there are any."""
+    """Parts of at most `LONGEST_TEXT` characters, divided at spaces where there are any."""
     begin = 0
-    while len(text) - begin > _LONGEST:
-        end = text.rfind(" ", begin + 1, begin + _LONGEST)
-        end = begin + _LONGEST if end < 0 else end
+    while len(text) - begin > LONGEST_TEXT:
+        end = text.rfind(" ", begin + 1, begin + LONGEST_TEXT)
+        end = begin + LONGEST_TEXT if end < 0 else end
         yield text[begin:end]
         begin = end
     yield text[begin:]
@@ -214,9 +197,9 @@ def _column(rows: Iterable[Row], column: str | None, faults: Faults) -> Iterator
             faults.add(row.where, wrong)
             continue
         if text.strip():
-            texts += _divided(text) if len(text) > _LONGEST else [text]
+            texts += _divided(text) if len(text) > LONGEST_TEXT else [text]
             size += len(text)
-        if size > _TOGETHER:
+        if size > TEXTS_TOGETHER:
             yield texts
             texts, size = [], 0
     yield texts

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,9 @@ from stoker.english import with_article
 from stoker.errors import UserError
 from stoker.model import optimize, restore
 from stoker.tasks.loading import check_finite, check_vocabulary, config_of, loaded, model_of, row_length, tokenizer_of
-from stoker.tasks.model_folder import exported_file
+from stoker.tasks.model_folder import MODULES, exported_file
 
 __all__ = [
-    "MODULES",
     "Loader",
     "fast_inference",
     "load_cross_encoder",
@@ -31,8 +30,6 @@ __all__ = [
 ]
 
 log = logging.getLogger("stoker")
-
-MODULES = "modules.json"
 
 
 def load_sentence_transformer(options: Any, name: str | None = None, flag: str = "--model_name_or_path") -> Any:
@@ -91,9 +88,18 @@ class Loader:
     def __name__(self) -> str:
         return str(self.kind.__name__)
 
-    @property
-    def from_pretrained(self) -> Callable[..., Any]:
-        """The class itself: `loaded` takes an error that passes through a function of Stoker's for a bug, not for a bad file."""
+    def from_pretrained(self, name: str, **options: Any) -> Any:
+        from sentence_transformers import CrossEncoder
+
+        make = self._constructor()
+        if not issubclass(self.kind, CrossEncoder) or options.get("trust_remote_code"):
+            return make(name, **options)
+        # Given an activation, the library does not look for the one that the model's files name, which it would import and call.
+        model = make(name, activation_fn=torch.nn.Identity(), **options)
+        model.activation_fn = _activation_of(model, name, options)
+        return model
+
+    def _constructor(self) -> Callable[..., Any]:
         folder = Path(self.name)
         if (folder / MODULES).exists() and exported_file(transformer_of(folder)):
             from stoker.tasks.export.exported_sentences import load_exported_sentences
@@ -101,6 +107,52 @@ class Loader:
             return partial(load_exported_sentences, self.kind)
         kind: Callable[..., Any] = self.kind
         return kind
+
+
+def _activation_of(model: Any, name: str, options: Mapping[str, Any]) -> torch.nn.Module:
+    """The function that a cross-encoder applies to its scores: the one that its files name, or the library's default."""
+    named = _named_activation(model, name, options)
+    if isinstance(named, str) and not named.startswith("torch."):  # as sentence-transformers does
+        log.warning("the activation function %s of %s is not PyTorch's; the default is used", named, name)
+    elif named is not None:
+        return _torch_activation(named, name)
+    return torch.nn.Sigmoid() if model.num_labels == 1 else torch.nn.Identity()
+
+
+def _named_activation(model: Any, name: str, options: Mapping[str, Any]) -> Any:
+    """Where sentence-transformers 6, 4 and earlier releases have written it, in the order in which release 6 looks."""
+    from sentence_transformers.util import load_file_path
+
+    where = {one: options[one] for one in ("token", "cache_folder", "revision", "local_files_only") if one in options}
+    path = load_file_path(name, "config_sentence_transformers.json", **where)
+    if path is not None:
+        written = json.loads(Path(path).read_text(encoding="utf-8")).get("activation_fn")
+        if written is not None:
+            return written
+    config = getattr(model.config, "__dict__", {})
+    settings = config.get("sentence_transformers")
+    if isinstance(settings, dict) and "activation_fn" in settings:
+        return settings["activation_fn"]
+    return config.pop("sbert_ce_default_activation_function", None)
+
+
+def _torch_activation(named: Any, name: str) -> torch.nn.Module:
+    """An activation by the name of its class. Nothing is imported, so that a file cannot choose what is executed."""
+    last = str(named).rpartition(".")[2]
+    kind: Any = getattr(torch.nn, last, None)
+    known = isinstance(kind, type) and (kind.__module__ == "torch.nn.modules.activation" or kind is torch.nn.Identity)
+    if not known or named not in (f"torch.nn.{last}", f"{kind.__module__}.{last}"):
+        raise UserError(
+            f"no cross-encoder can be loaded from {name}: activation_fn in its configuration is {str(named)!r}, which is not an "
+            "activation of torch.nn such as torch.nn.Sigmoid"
+        )
+    try:
+        activation: torch.nn.Module = kind()
+    except TypeError:
+        raise UserError(
+            f"no cross-encoder can be loaded from {name}: activation_fn in its configuration is {named!r}, which needs arguments"
+        ) from None
+    return activation
 
 
 def _check_folder(folder: Path, what: str, flag: str, options: Any, num_labels: int | None) -> None:

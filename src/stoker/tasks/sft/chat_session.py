@@ -86,7 +86,10 @@ class ChatSession:
 
     def _check_length(self, prompt: str) -> None:
         most = most_tokens(1 << 30, self.tokenizer, self.model.config)
-        length = len(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        length = len(self.tokenizer(prompt, add_special_tokens=not self.has_template)["input_ids"])
+        if not length:
+            cause = "its chat template writes nothing" if self.has_template else "its tokenizer makes no token of it"
+            raise UserError(f"the model cannot answer this prompt: {cause}")
         if length >= most:
             raise UserError(
                 f"the conversation has {length:,} tokens, and the model takes {most:,}; shorten the prompt, or start again"

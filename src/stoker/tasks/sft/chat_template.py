@@ -11,7 +11,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from stoker.bounded import OutOfBounds, bounded
 from stoker.errors import UserError, one_line
+from stoker.tasks.files import is_unicode
 from stoker.tasks.loading import tokenizer_of
 from stoker.tasks.sft.data import Message, Unusable
 from stoker.user_files import read_text
@@ -32,6 +34,10 @@ DEFAULT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '### Assistant:\\n' }}{% endif -%}"""
 """For models without a template. Its headings are ordinary text, so it needs no tokens that the model does not know; the
 answer ends with the model's own end-of-text token."""
+
+_MEMORY = 1 << 30
+_LONGEST_TEXT, _MOST_COPIES = 1 << 20, 20
+"""Characters of a rendered chat: this many, and as many again for each character of its turns."""
 
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE: list[Message] = [
@@ -69,12 +75,29 @@ def ensure_template(tokenizer: Any, name: str) -> None:
 
 
 def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
-    """The turns as text; Unusable if the template rejects them."""
+    """The turns as text. Unusable if the template rejects them; UserError if it takes too long or writes too much.
+
+    A template is a program that comes with the model. Another row would not make a runaway one better, so it ends the command.
+    """
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-    except Exception as error:  # templates are programs, and may raise anything
+        text: str = bounded(
+            lambda: tokenizer.apply_chat_template(list(messages), tokenize=False, **options), memory=_MEMORY, timed=True
+        )
+    except OutOfBounds as limit:
+        raise _runaway(f"{limit} for one chat") from None
+    except Exception as error:  # it may raise anything
         raise Unusable(f"the chat template rejects it: {one_line(error)[:200]}") from None
+    if len(text) > _LONGEST_TEXT:
+        given = len(str(messages)) + len(str(options.get("tools") or ""))
+        if len(text) > _LONGEST_TEXT + _MOST_COPIES * given:
+            raise _runaway(f"writes {len(text):,} characters for a chat of {given:,}")
+    if not is_unicode(text):
+        raise Unusable("the chat template writes a lone surrogate (half a character)")
     return text
+
+
+def _runaway(what: str) -> UserError:
+    return UserError(f"the tokenizer's chat template {what}; repair it (chat_template.jinja or tokenizer_config.json)")
 
 
 def spans_of_answers(
@@ -99,16 +122,17 @@ def marking_template(tokenizer: Any, *, last_only: bool) -> str | None:
         return str(tokenizer.chat_template)
     try:
         spans_of_answers(tokenizer, _PROBE, render(tokenizer, _PROBE), last_only=last_only)
-    except Unusable:
-        pass
+    except Unusable as reason:
+        why = str(reason)
     else:
         return None
     from trl import get_training_chat_template
 
     try:
         return str(get_training_chat_template(tokenizer) or tokenizer.chat_template)
-    except (ValueError, TypeError):
+    except Exception:  # it has none for this template, or the template is broken
         raise UserError(
             "with the chat template of this tokenizer it cannot be told which tokens are the assistant's: it rewrites earlier "
-            "turns and does not mark answers by {% generation %}; use --loss_on all, or a tokenizer with another template"
+            f"turns and does not mark answers by {{% generation %}} ({why}); use --loss_on all, or a tokenizer with another "
+            "template"
         ) from None

@@ -86,6 +86,9 @@ class Encoder:
         return tokens.part(0, len(tokens.ids) - 1) if twice else tokens
 
     def _marked(self, content: Chat) -> Tokens:
+        render(
+            self.tokenizer, content.messages, tools=content.tools, chat_template=self.marking
+        )  # stops a runaway template
         try:
             found = self.tokenizer.apply_chat_template(
                 content.messages, tools=content.tools, chat_template=self.marking, return_dict=True,

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import logging
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import UserError, one_line
+from stoker.bounded import OutOfBounds, bounded
+from stoker.english import with_article
+from stoker.errors import UserError
 from stoker.kernels.frozen_parameter import Form
 from stoker.model.frozen_weights import store_frozen
 from stoker.tasks.loading import (
@@ -25,9 +30,11 @@ from stoker.tasks.loading import (
     reason,
     tokenizer_of,
 )
+from stoker.tasks.model_folder import broken_file
 
 __all__ = [
-    "LanguageModel", "empty_with_adapters", "gguf_file", "load_for_chat", "load_for_training", "lora_config", "save_merged",
+    "ADAPTER", "LanguageModel", "base_of", "empty_with_adapters", "gguf_file", "load_for_chat", "load_for_training",
+    "lora_config", "save_merged",
 ]  # fmt: skip
 
 ADAPTER = "adapter_config.json"
@@ -98,12 +105,35 @@ def load_for_chat(name: str) -> LanguageModel:
         return _load_adapter(Path(name))
     settings: dict[str, Any] = {"flag": "--model", "trust_remote_code": False}
     config = config_of(name, **settings)
+    _require_language_model(config, name)
     tokenizer = tokenizer_of(name, **settings)
     check_vocabulary(tokenizer, config, name)
     model, missing = model_of(AutoModelForCausalLM, name, config, what="language model", **settings)
-    if "lm_head.weight" in missing and not config.tie_word_embeddings:
-        raise UserError(f"{name} is not a language model: it has no lm_head.weight")
+    if (lacks := _missing_head(model, missing)) is not None:
+        raise UserError(
+            f"{name} is not a language model: it has no {lacks}; `stoker use --model {name}` tries other models"
+        )
     return LanguageModel(tokenizer, model.eval())
+
+
+def _require_language_model(config: Any, name: str) -> None:
+    """UserError for a model that was trained for something else; transformers would give it a new head and talk nonsense."""
+    from stoker.tasks.use.model_kind import KINDS, kind_of_class
+
+    architecture = next(iter(config.architectures or ()), "")
+    kind = kind_of_class(architecture)
+    if kind not in ("", "chat", "embed"):  # "embed": without a head, or with one that shares the embeddings' weights
+        raise UserError(
+            f"{name} is not a language model: it is {with_article(architecture)}, which {KINDS[kind]}; "
+            f"use it with `stoker use --model {name}`"
+        )
+
+
+def _missing_head(model: Any, missing: Sequence[str]) -> str | None:
+    """A weight of the head that the files did not contain; None if they have all, or if the embeddings serve as the head."""
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    prefix = f"{model.base_model_prefix}."
+    return next((one for one in sorted(missing) if one not in tied and not one.startswith(prefix)), None)
 
 
 def _check_folder(name: str, flag: str) -> None:
@@ -121,37 +151,81 @@ def _load_adapter(folder: Path) -> LanguageModel:
         from peft import PeftModel
     except ImportError:
         raise UserError(f"{folder} is an adapter, which needs peft: pip install 'stoker[sft]'") from None
-    base = _base_of(folder)
+    base = base_of(folder)
     if (Path(base) / ADAPTER).is_file():
         raise UserError(f"the base model of {folder} is {base}, which is an adapter itself; that is not supported")
     try:
         model = load_for_chat(base).model
     except UserError as error:
         raise UserError(f"the base model of the adapter {folder} cannot be loaded: {error}") from None
-    merged = loaded(_OnBase(PeftModel, model), "adapter", str(folder), flag="--model").merge_and_unload()
+    _check_modules(folder, model)
+    merged = loaded(_MergedInto(PeftModel, model), "adapter", str(folder), flag="--model")
     return LanguageModel(tokenizer_of(str(folder), flag="--model", trust_remote_code=False), merged.eval())
 
 
 @dataclass(frozen=True)
-class _OnBase:
-    """PeftModel's `from_pretrained` for one base model, with the signature that `loaded` expects."""
+class _MergedInto:
+    """Loads an adapter and merges it into one base model; with the signature that `loaded` expects."""
 
     kind: Any
     model: Any
     __name__ = "PeftModel"
 
     def from_pretrained(self, name: str, **options: Any) -> Any:
-        return self.kind.from_pretrained(self.model, name, **options)
+        from peft import PeftConfig
+
+        config = PeftConfig.from_pretrained(name, **options)
+        if config.is_prompt_learning:
+            raise UserError(
+                f"the adapter {name} learns a prompt ({config.peft_type.value}), which cannot be merged into the weights of a "
+                "model; use an adapter such as LoRA"
+            )
+        return self.kind.from_pretrained(self.model, name, config=config, **options).merge_and_unload()
 
 
-def _base_of(folder: Path) -> str:
-    try:
-        base = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{ADAPTER} in {folder} cannot be read: {one_line(error)}") from None
+def base_of(folder: Path) -> str:
+    """The base model that an adapter names."""
+    base = _read_config(folder).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"{ADAPTER} in {folder} does not name its base model (base_model_name_or_path)")
     return base
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if (broken := broken_file(folder, [ADAPTER])) is not None:
+        raise UserError(f"no adapter can be loaded from the folder {folder}: {broken}")
+    config: dict[str, Any] = json.loads((folder / ADAPTER).read_bytes())
+    return config
+
+
+_PATTERN_MEMORY = 1 << 30
+
+
+def _check_modules(folder: Path, model: Any) -> None:
+    """Raises UserError for repeated layers, which PEFT would merge wrongly, and for patterns that never end."""
+    config = _read_config(folder)
+    if config.get(
+        "layer_replication"
+    ):  # the copies share their weights, so each would add its own change to all of them
+        raise UserError(
+            f"the adapter {folder} repeats layers of its base model (layer_replication in {ADAPTER}), so it cannot be merged "
+            "into it; use an adapter without"
+        )
+    patterns = [config[one] for one in ("target_modules", "exclude_modules") if isinstance(config.get(one), str)]
+    for one in ("rank_pattern", "alpha_pattern"):
+        patterns += config[one] if isinstance(config.get(one), dict) else []
+    names = [name for name, _ in model.named_modules()]
+
+    def match() -> None:
+        for pattern, name in itertools.product(patterns, names):
+            re.match(rf"(.*\.)?({pattern})$", name)
+
+    try:
+        bounded(match, memory=_PATTERN_MEMORY, timed=True)
+    except OutOfBounds as limit:
+        raise UserError(f"the adapter {folder} cannot be used: finding its modules by {ADAPTER} {limit}") from None
+    except (re.error, RecursionError, OverflowError):
+        pass  # PEFT reports it
 
 
 def _load_gguf(file: Path, flag: str) -> LanguageModel:

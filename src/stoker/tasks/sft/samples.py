@@ -11,7 +11,7 @@ import torch
 
 from stoker.hf.checkpointing import random_state
 from stoker.tasks.sft.chat_template import render
-from stoker.tasks.sft.data import Chat, Example, Pair
+from stoker.tasks.sft.data import Chat, Example, Pair, Unusable
 
 __all__ = ["Sample", "Samples", "answer", "answers", "choose_samples"]
 
@@ -51,7 +51,10 @@ def _sample(example: Example, tokenizer: Any) -> Sample | None:
     if isinstance(content, Chat):
         before = content.messages[:-1]
         asked = next((one["content"] for one in reversed(before) if one["role"] in {"user", "tool"}), "")
-        prompt = render(tokenizer, before, add_generation_prompt=True, tools=content.tools)
+        try:
+            prompt = render(tokenizer, before, add_generation_prompt=True, tools=content.tools)
+        except Unusable:  # a template that accepts whole chats may still reject one that lacks its answer
+            return None
         sample = Sample(asked, prompt, False, content.messages[-1]["content"])
     elif content.prompt:
         sample = Sample(content.prompt, content.prompt, True, content.completion)
@@ -62,8 +65,8 @@ def _sample(example: Example, tokenizer: Any) -> Sample | None:
             return None
         first = " ".join(words[:half])
         sample = Sample(first, first, True, " ".join(words[half:])[:300])
-    fits = len(tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]) <= _PROMPT_TOKENS
-    return sample if fits else None
+    length = len(tokenizer(sample.prompt, add_special_tokens=sample.special)["input_ids"])
+    return sample if 0 < length <= _PROMPT_TOKENS else None
 
 
 def answer(model: Any, tokenizer: Any, prompt: str, *, special: bool, streamer: Any = None, **options: Any) -> str:

@@ -9,10 +9,11 @@ from stoker.documents import BadDocument, parse_json
 from stoker.errors import UserError, first_line
 from stoker.tasks.fewshot.classifier_head import has_head, has_pickled_head
 from stoker.tasks.loading import config_of
-from stoker.tasks.sentences.st_models import MODULES, transformer_of
+from stoker.tasks.model_folder import MODULES
+from stoker.tasks.sentences.st_models import transformer_of
 from stoker.user_files import read_text
 
-__all__ = ["KINDS", "model_kind", "recognise"]
+__all__ = ["KINDS", "kind_of_class", "model_kind", "recognise"]
 
 KINDS = {
     "answer": "answers questions about a text",
@@ -62,13 +63,18 @@ def model_kind(name: str, advice: str = _ADVICE) -> str:
         raise UserError(f"{name} does not contain a model: it has no config.json")
     config = config_of(name, flag="--model", trust_remote_code=False)
     architecture = next(iter(config.architectures or ()), "")
-    kind = next((one for ending, one in _BY_CLASS.items() if architecture.endswith(ending)), "")
+    kind = kind_of_class(architecture)
     if not kind:
         what = architecture or "a model without `architectures` in its config.json"
         raise UserError(f"{name} is {what}, which is not supported; {advice}")
     if kind == "classify" and hasattr(config, "sentence_transformers"):  # written by a CrossEncoder of earlier releases
         return "rerank"
     return kind
+
+
+def kind_of_class(architecture: str) -> str:
+    """One of KINDS for the class that a config.json names; empty if it is not known."""
+    return next((one for ending, one in _BY_CLASS.items() if architecture.endswith(ending)), "")
 
 
 def recognise(name: str, asked: str | None) -> tuple[str, str]:

@@ -29,6 +29,8 @@ SEARCHES = ("embed", "rerank")
 
 class Use:
     prompt = "text: "
+    searches = False
+    """Whether it takes queries instead of texts."""
 
     def __call__(self, said: str) -> Found:
         raise NotImplementedError
@@ -149,6 +151,7 @@ class _Search(Use):
     """Texts that are searched for a query, each result with its number (from 1), text and score."""
 
     prompt = "query: "
+    searches = True
 
     def __init__(self, name: str, texts: Sequence[str], top: int) -> None:
         self.texts, self.top = texts, top
