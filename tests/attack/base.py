@@ -100,6 +100,7 @@ def make_base(folder: Path) -> None:
     save_model(folder / "model", "BertModel")
     save_model(folder / "qa_model", "BertForQuestionAnswering")
     save_language_model(folder / "llm")
+    save_adapter(folder / "adapter", folder / "llm")
 
 
 def save_model(folder: Path, kind: str) -> None:
@@ -150,3 +151,14 @@ def save_language_model(folder: Path) -> None:
         max_position_embeddings=256, eos_token_id=words.eos_token_id, bos_token_id=None,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def save_adapter(folder: Path, base: Path) -> None:
+    """LoRA adapters of that language model, as `stoker train sft` writes them."""
+    import peft
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
+    peft.get_peft_model(model, config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(folder)

@@ -24,7 +24,7 @@ from typing import Any
 from attack import sandbox
 from attack.case import chance_of
 from attack.command_lines import GOOD_FILES, flat, good_training
-from attack.rank_kills import attack_ranks
+from attack.rank_kills import attack_healing, attack_ranks
 
 __all__ = ["attack", "fresh", "weights_of"]
 
@@ -57,6 +57,8 @@ def attack(request: dict[str, Any], fork: Fork, work: Path) -> dict[str, Any]:
     folder = work / "kill"
     if request["kind"] == "rankkill":
         return attack_ranks(r, folder, work, _argv("qa"))
+    if request["kind"] == "healkill":
+        return attack_healing(r, folder, work, _argv("qa"))
     task = r.choice(list(_TASKS))
     if task not in _undisturbed:
         _undisturbed[task] = _leave_alone(task, fork, folder, work)
@@ -70,6 +72,8 @@ def attack(request: dict[str, Any], fork: Fork, work: Path) -> dict[str, Any]:
         kills += code == -signal.SIGKILL
         story.append(f"{moment}: {code}")
         failures += _judge(code, folder, (0, -signal.SIGKILL)) + _checkpoints(fork, folder)
+        if code == 0:  # it was over before the moment; a complete run is not repeated
+            break
     if code != 0:
         code = fork(lambda: _train(task, folder, None), _LONGEST)
         story.append(f"to the end: {code}")

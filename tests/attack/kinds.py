@@ -7,7 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from attack import command_lines, data_files, environments, hostfiles, model_cases, run_logs, yaml_files
+from attack import (
+    adapter_folders,
+    chat_templates,
+    command_lines,
+    data_files,
+    environments,
+    finished_folders,
+    hostfiles,
+    model_cases,
+    parquet_files,
+    run_logs,
+    yaml_files,
+)
 from attack.case import Case
 
 __all__ = ["KINDS", "Kind", "stand_in"]
@@ -33,6 +45,10 @@ KINDS: dict[str, Kind] = {
         lambda r, base: Case(["report", "."], {"run.jsonl": run_logs.random_log(r)}, writes=("report.html",)), 6
     ),
     "model": Kind(model_cases.model_folder, 8),
+    "adapter": Kind(adapter_folders.adapter_folder, 6),
+    "template": Kind(chat_templates.chat_template, 6),
+    "parquet": Kind(parquet_files.parquet_file, 4),
+    "finished": Kind(finished_folders.finished_folder, 4),
     "environment": Kind(environments.odd_environment, 10),
 }
 
@@ -40,11 +56,13 @@ KINDS: dict[str, Kind] = {
 def stand_in() -> None:
     """Replaces what takes long once input has been accepted, so that a case ends there.
 
-    That is: the start of ranks, the measurements of `stoker plan`, the demos, and all but two steps of a training run.
+    That is: the start of ranks, the measurements of `stoker plan`, the demos, and all but two steps of a training run. Chat
+    templates are stopped sooner.
     """
     import os
     from types import SimpleNamespace
 
+    import stoker.bounded
     import stoker.hf.measured_rates
     import stoker.hf.trainer
     import stoker.launch.launchers.mpirun
@@ -68,6 +86,7 @@ def stand_in() -> None:
     stoker.plan.link_rates.measure_node = lambda subject, batch, processes, *rest, **named: Node(
         step=1.0, processes=processes, parameters=1000, collectives=collectives, cores=2
     )
+    stoker.bounded.SECONDS = 0.5
     _stop_after_two_steps(stoker.hf.trainer.Trainer)
 
 

@@ -70,7 +70,11 @@ def draw(seed: int, cases: int, kills: int) -> list[dict[str, Any]]:
     ]
     # A run is killed at least once, so this many runs are enough.
     requests += [{"seed": seed, "kind": "kill", "number": number} for number in range(kills)]
-    requests += [{"seed": seed, "kind": "rankkill", "number": number} for number in range(kills // 20)]
+    requests += [
+        {"seed": seed, "kind": kind, "number": number}
+        for kind in ("rankkill", "healkill")
+        for number in range(kills // 20)
+    ]
     random.Random(seed).shuffle(requests)
     return requests
 
@@ -168,7 +172,8 @@ def main() -> int:
     try:
         for seen, answer in enumerate(attack(requests, options.jobs, options.kills, seconds), 1):
             kinds[answer["kind"]] += 1
-            counts["kills"] += answer.get("kills", 0)
+            for name in ("kills", "kills in healing"):
+                counts[name] += answer.get(name, 0)
             counts.update(sorted({failure.partition(":")[0] for failure in answer["failures"]}))
             if answer["failures"] or options.only:
                 print(describe(answer) if options.only else _short(answer), flush=True)
@@ -176,7 +181,7 @@ def main() -> int:
                     with open(options.log, "a", encoding="utf-8") as file:
                         file.write(json.dumps(answer) + "\n")
             if seen % 200 == 0:
-                cases = seen - kinds["kill"] - kinds["rankkill"]
+                cases = _cases(kinds)
                 print(f"after {time.monotonic() - begin:.0f} s: {cases} cases, {counts['kills']} kills", flush=True)
     except RuntimeError as error:  # an error of the attack itself; the failures found so far still count
         print(error)
@@ -188,8 +193,13 @@ def _short(answer: dict[str, Any]) -> str:
     return f"{'; '.join(answer['failures'])[:300]}\n  {command_again(answer)}"
 
 
+def _cases(kinds: Counter[str]) -> int:
+    return sum(count for kind, count in kinds.items() if not kind.endswith("kill"))
+
+
 def summary(seed: int, counts: Counter[str], kinds: Counter[str], seconds: float) -> int:
-    rows = [("cases", sum(kinds.values()) - kinds["kill"] - kinds["rankkill"]), ("kills", counts.pop("kills", 0))]
+    rows = [("cases", _cases(kinds)), ("kills", counts.pop("kills", 0))]
+    rows.append(("second kills, in healing", counts.pop("kills in healing", 0)))
     bad = {
         name: counts.pop(name, 0)
         for name in ("traceback", "hang", "crash", "code", "silent", "message", "lost", "different")
@@ -205,7 +215,7 @@ def summary(seed: int, counts: Counter[str], kinds: Counter[str], seconds: float
     )
     for name, count in rows:
         print(f"  {name:<28}{count:>6}")
-    return 1 if any(count for name, count in rows[2:]) else 0
+    return 1 if any(count for name, count in rows[3:]) else 0
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ def main() -> None:
         (WORK / name).mkdir()
     os.environ["TMPDIR"] = os.environ["MPLCONFIGDIR"] = str(WORK)
     _import_everything()
-    fork(_make_base, seconds=300)
+    if fork(_make_base, seconds=300) != 0:
+        raise RuntimeError("the inputs that the cases start from could not be made")
     from attack import kills
     from attack.kinds import KINDS
     from attack.planted import planted
@@ -55,7 +56,7 @@ def main() -> None:
     print("READY", json.dumps(facts), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        if request["kind"] in ("kill", "rankkill"):
+        if request["kind"].endswith("kill"):
             answer = kills.attack(request, fork, WORK)
         elif request["kind"] == "planted":
             answer = _answer(planted(request["number"]), request)
@@ -93,7 +94,9 @@ def _import_everything() -> None:
              "stoker.tasks.embed.fine_tune", "stoker.tasks.rerank.fine_tune", "stoker.tasks.sentences.st_trainers",
              "stoker.tasks.fewshot.fine_tune", "stoker.tasks.fewshot.fewshot_trainer", "setfit",
              "stoker.tasks.demo.demo_run", "stoker.tasks.demo.sft_demo", "stoker.run_report.page", "stoker.launch.start",
-             "stoker.plan.link_rates",
+             "stoker.plan.link_rates", "peft", "stoker.tasks.sft.fine_tune", "stoker.tasks.sft.chat_session", "gguf",
+             "stoker.tasks.export.export_run", "stoker.tasks.export.decoders", "stoker.tasks.export.encoders", "jinja2.sandbox",
+             "transformers.models.llama.modeling_llama",
              "stoker.plan.draw", "pyarrow.parquet", "transformers.integrations", "stoker.tasks.card", "torch.utils.data",
              "torch._dynamo", "encodings.utf_8_sig", "encodings.utf_16", "encodings.utf_32", "encodings.latin_1",
              "encodings.idna"]  # fmt: skip
@@ -106,8 +109,12 @@ def _import_everything() -> None:
 
 def _make_base() -> int:
     from attack.base import make_base
+    from attack.finished_folders import make_finished
+    from attack.kinds import stand_in
 
     make_base(WORK / "base")
+    stand_in()
+    make_finished(WORK / "base")
     return 0
 
 

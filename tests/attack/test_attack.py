@@ -6,6 +6,7 @@ A failure prints the command that runs its case again. `make attack` draws thous
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -15,9 +16,12 @@ from attack.kinds import KINDS
 from attack.planted import PLANTED
 from attack.run import Server, describe
 
-SHORT = {"config": 24, "answers": 8, "hostfile": 16, "command": 16, "launch": 16, "variables": 10, "train": 12, "data": 14,
-         "environment": 30, "runlog": 10, "model": 8}  # fmt: skip
+CASES = {"config": 24, "answers": 8, "hostfile": 16, "command": 16, "launch": 16, "variables": 10, "train": 12, "data": 14,
+         "environment": 30, "runlog": 10, "model": 8, "adapter": 8, "template": 4, "parquet": 6, "finished": 5}  # fmt: skip
+SHARE = 0.5
+"""Of these cases, those that `make test` runs."""
 KILLED_RUNS = 4
+HEALED_RUNS = 2
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +52,25 @@ def test_planted_failures_of_every_kind_are_detected(server: Server) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "environment"])
 def test_bad_input_gets_a_short_message_and_leaves_nothing_behind(server: Server, kind: str) -> None:
-    run(server, kind, SHORT.get(kind, 10))
+    run(server, kind, math.ceil(SHARE * CASES[kind]))
+
+
+@pytest.mark.part("attack")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "environment"])
+def test_bad_input_drawn_by_the_date_gets_a_short_message(server: Server, kind: str) -> None:
+    run(server, kind, 3 * CASES[kind])
 
 
 @pytest.mark.part("attack")
 def test_odd_environments_cause_no_traceback(server: Server) -> None:
-    run(server, "environment", SHORT["environment"])
+    run(server, "environment", CASES["environment"])
 
 
 @pytest.mark.part("kills")
 def test_runs_killed_at_random_times_lose_no_checkpoint_and_end_with_the_same_model(server: Server) -> None:
     run(server, "kill", KILLED_RUNS)
+
+
+@pytest.mark.part("healing")
+def test_ranks_and_their_replacements_killed_at_random_times_end_with_the_same_model(server: Server) -> None:
+    run(server, "healkill", HEALED_RUNS)
