@@ -64,7 +64,7 @@ format: install ## let ruff put the code in order
 	@$(BIN)/ruff format .
 
 bench: install ## kernels, training step, launch and allreduce, on a quiet machine; docs name the others beside their figures
-	@$(BIN)/python benchmarks/kernels.py
+	@$(BIN)/python benchmarks/kernel_times.py
 	@$(BIN)/python benchmarks/train_step.py --out build/bench
 	@$(BIN)/python benchmarks/launch.py --rounds 2 --layers 2
 	@$(BIN)/python benchmarks/collectives.py
@@ -150,11 +150,13 @@ clean: ## remove the virtual environment and everything built
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Set-up happens once, in layers: torch, what the demo needs, and what the tests need. Each stamp is newer than what it was made from.
+# The pip of Debian 12 and Ubuntu 22.04 does not know -C.
 install: $(VENV)/.installed
 
 $(VENV)/.torch:
 	@echo "setting up $(VENV), once; first PyTorch (about 0.8 GB with what it needs)"
 	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install 'pip>=23.1'
 	$(call install,$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)')
 	@touch $@
 
@@ -186,11 +188,12 @@ $(VENV)/.demo-sft: $(SOURCES) $(VENV)/.constraints | $(VENV)/.build-tools
 	$(call install,$(FROM_SOURCE) -c $(VENV)/constraints.txt '.[demo]' '.[sft]')
 	@touch $@
 
-# seqeval comes as source only, and needs the isolation: without setuptools_scm its version would be 0.0.0.
+# seqeval comes as source only, and needs the isolation: without setuptools_scm its version would be 0.0.0. Debian's pip would
+# run its setup.py without that.
 SEQEVAL := seqeval>=1.2.2,<2
 $(VENV)/.dependencies: pyproject.toml $(VENV)/.constraints | $(VENV)/.build-tools
 	@echo "installing what the tests use: TRL, sentence-transformers, ONNX, OpenVINO and so on (about 1 GB)"
-	@$(PIP) install -c $(VENV)/constraints.txt '$(SEQEVAL)'
+	@$(PIP) install --use-pep517 -c $(VENV)/constraints.txt '$(SEQEVAL)'
 	$(call install,$(FROM_SOURCE) -c $(VENV)/constraints.txt '.[dev]')
 	@touch $@
 

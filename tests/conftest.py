@@ -25,7 +25,7 @@ import durations
 from attack.case import seed_of_tests
 from parts import PARTS
 from rig.needs import NEEDS, find_data, unmet
-from stoker.machine import Machine
+from stoker.machine import Machine, rates, this_machine
 
 # Which part of `make test-all` a test belongs to is its marker `part`; a test without one is run by `make test`.
 EVERY_COMMIT = "every-commit"
@@ -66,6 +66,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadFileScheduling(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest's own hook then puts those together that share a fixture
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.part:
         chosen = [item for item in items if part_of(item) == config.option.part]
@@ -103,7 +104,7 @@ def file_of(item: pytest.Item) -> str:
 
 
 def shuffle(items: list[pytest.Item], seed: str) -> None:
-    """The files in a random order, and the tests within each. pytest then puts those together that share a fixture."""
+    """The files in a random order, and the tests within each."""
     places = {item: (_draw(seed, file_of(item)), _draw(seed, item.nodeid)) for item in items}
     items.sort(key=places.__getitem__)
 
@@ -190,7 +191,20 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache"
     folder.mkdir(mode=0o700, exist_ok=True)
-    os.environ.setdefault("STOKER_CACHE_DIR", str(folder))
+    if "STOKER_CACHE_DIR" not in os.environ:
+        os.environ["STOKER_CACHE_DIR"] = str(folder)
+        _store_rates()
+
+
+def _store_rates() -> None:
+    """Invented rates, so that no training in a test measures them. Tests of the measurement have a cache of their own."""
+    machine = this_machine()
+    stored = rates.Rates(
+        threads=machine.usable_threads, fp32_one=500.0, fp32_all=1000.0, bf16_one=20.0, bf16_all=40.0, bandwidth_one=10.0,
+        bandwidth_all=20.0, clock_one=None, clock_all=None, torch=rates.installed_version("torch"),
+        measured="2026-01-01T00:00:00Z", seconds=6.0, disturbed=False,
+    )  # fmt: skip
+    assert rates.save(machine, stored) is None
 
 
 @pytest.fixture(autouse=True)

@@ -55,6 +55,7 @@ PARTS = {
     "launch": Part("three MPIs, old commands and unmodified scripts", ("root", "netns", "mpi")),
     "oldest": Part("unmodified scripts with the oldest transformers and accelerate", has_tests=False, make=("oldest",)),
     "tasks": Part("every task with every way to train it, in one process and in two", ("smollm2",)),
+    "zoo": Part("every architecture of transformers against the stock model", scripts=("zoo/run.py",), has_tests=False),
 }
 
 

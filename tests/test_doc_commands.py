@@ -6,7 +6,9 @@ Not executed here, but checked: targets of make (they exist), scripts of benchma
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
 import re
 import shutil
@@ -20,6 +22,8 @@ import pytest
 
 from doc_commands import PAGES, ROOT, DocCommand, block_commands, inline_commands, lay_out
 from rig import warm
+from stoker.cli import main
+from stoker.launch import options
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 QA = "--model_name_or_path bert-base-uncased --train_file train-v1.1.json --validation_file dev-v1.1.json --do_train"
@@ -159,16 +163,15 @@ def check_options(command: DocCommand) -> None:
 def known_options(name: str) -> set[str]:
     """All that `stoker NAME --help`, or --help-all, lists."""
     command, task = [*name.replace("TASK", "qa").split(), "qa"][:2]
-    shown = {
-        "train": [["stoker", "train", task, "--help-all"]],
-        "tune": [["stoker", "tune", "--help"], ["stoker", "train", task, "--help-all"]],
-        "launch": [["stoker", "launch", "--help"], ["stoker.launch.options"]],
-    }.get(command, [["stoker", command, "--help"]])
-    text = ""
-    for words in shown:
-        done = warm.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        text += done.stdout
+    helps = {
+        "train": [["train", task, "--help-all"]],
+        "tune": [["tune", "--help"], ["train", task, "--help-all"]],
+    }.get(command, [[command, "--help"]])
+    text = options.table() if command == "launch" else ""
+    for words in helps:
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            assert main(words) == 0, words
+        text += shown.getvalue()
     return {option.replace("-", "_") for option in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", text)}
 
 

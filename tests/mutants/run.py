@@ -1,8 +1,9 @@
 """`make mutants`: how many of the faults drawn over src/ and csrc/ do the tests of `make test` notice?
 
-First all tests run once with a recorder (reach.py), so that of each fault only the tests run that execute its function: those
-of `make test`, and with --all, if they pass, those of the parts that can run here. The work is done in a copy of the project,
-build/mutants/tree; results are added to build/mutants/SEED.jsonl one by one, and a run that was interrupted continues there.
+First the tests of `make test` run once with a recorder (reach.py), so that of each fault only the tests run that execute its
+function. With --all, the tests of the parts that can run here are recorded too, and try the faults that `make test` misses. The
+work is done in a copy of the project, build/mutants/tree; results are added to build/mutants/SEED.jsonl one by one, and a run
+that was interrupted continues there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,12 +24,12 @@ sys.path.insert(0, str(ROOT / "tests"))
 import durations  # noqa: E402
 from mutants import reach  # noqa: E402
 from mutants.faults import Fault, draw  # noqa: E402
+from parts import PARTS  # noqa: E402
 
 WORK = ROOT / "build" / "mutants"
 TREE = WORK / "tree"
-REACH = WORK / "reach.tsv"
-FAILING = WORK / "failing"  # without any fault: these notice nothing
 SECONDS = 1200
+EVERY_COMMIT = "every-commit"
 _START = TREE / "tests" / "mutants" / "start"
 
 
@@ -76,15 +77,24 @@ def pytest(*words: str, **more: str) -> int:
             return 1  # a fault that makes a test hang is noticed
 
 
-def record() -> None:
-    print("recording which tests execute which functions: every test once, about half an hour", flush=True)
+def record(part: str) -> None:
+    """Runs the tests of a part with the recorder. Those that fail without any fault notice nothing: they are left out later."""
+    print(f"recording which tests of the part {part} execute which functions", flush=True)
     unfinished = WORK / "reach.unfinished"
-    unfinished.unlink(missing_ok=True)
-    path = f"{TREE / 'src'}:{_START}"
-    pytest("-n", "2", "--no-loadscope-reorder", "-p", "each_test", PYTHONPATH=path, STOKER_REACH=str(unfinished))
+    unfinished.write_text("")
+    words = ["-n", "2", "--no-loadscope-reorder", "-p", "each_test", "--part", part]
+    pytest(*words, PYTHONPATH=f"{TREE / 'src'}:{_START}", STOKER_REACH=str(unfinished))
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", (WORK / "log").read_text(), re.M)
-    FAILING.write_text("\n".join(failed))
-    unfinished.rename(REACH)
+    failing_of(part).write_text("\n".join(failed))
+    unfinished.rename(reach_of(part))
+
+
+def reach_of(part: str) -> Path:
+    return WORK / f"reach-{part}.tsv"
+
+
+def failing_of(part: str) -> Path:
+    return WORK / f"failing-{part}"
 
 
 def tests_of(fault: Fault, reached: Mapping[tuple[str, int], set[str]]) -> list[str]:
@@ -97,14 +107,14 @@ def tests_of(fault: Fault, reached: Mapping[tuple[str, int], set[str]]) -> list[
     return [str(path.relative_to(TREE)) for path in sorted(files, key=lambda path: (stem not in path.stem, path))]
 
 
-def notices(tests: Iterable[str], part: str | None) -> bool:
-    taken = durations.of_files(tests)
-    chosen = sorted(tests, key=lambda test: taken[test.partition("::")[0]])
-    if not chosen:
+def notices(fault: Fault, part: str, reached: Mapping[tuple[str, int], set[str]]) -> bool:
+    tests = tests_of(fault, reached)
+    if not tests:
         return False
-    (WORK / "tests").write_text("\n".join(chosen))
-    skipped = [f"--deselect={test}" for test in FAILING.read_text().splitlines()]
-    code = pytest("-x", "-n", "2", *skipped, *(["--part", part] if part else []), f"@{WORK / 'tests'}")
+    taken = durations.of_files(tests)
+    (WORK / "tests").write_text("\n".join(sorted(tests, key=lambda test: taken[test.partition("::")[0]])))
+    skipped = [f"--deselect={test}" for test in failing_of(part).read_text().splitlines()]
+    code = pytest("-x", "-n", "2", *skipped, "--part", part, f"@{WORK / 'tests'}")
     return code not in (0, 5)  # 5: none of them is in this part
 
 
@@ -118,14 +128,16 @@ def main() -> int:
     copy_project()
     if not build():
         raise SystemExit("the project does not compile as it is")
-    if not REACH.exists():
-        record()
-    reached = reach.read(REACH)
+    parts = [EVERY_COMMIT, *(part for part in PARTS if given.all and PARTS[part].has_tests)]
+    for part in parts:
+        if not reach_of(part).exists():
+            record(part)
+    reached = {part: reach.read(reach_of(part)) for part in parts}
     results = WORK / f"{given.seed}.jsonl"
     known = {row["fault"]: row for row in map(json.loads, results.read_text().splitlines())} if results.exists() else {}
     for number, fault in enumerate(draw(TREE, given.faults, given.seed), 1):
         if str(fault) not in known:
-            known[str(fault)] = row = {"fault": str(fault), "by": try_out(fault, reached, everything=given.all)}
+            known[str(fault)] = row = {"fault": str(fault), "by": try_out(fault, reached)}
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         print(f"{number:4} {known[str(fault)]['by']:<12} {fault}", flush=True)
@@ -133,7 +145,7 @@ def main() -> int:
     return 0
 
 
-def try_out(fault: Fault, reached: Mapping[tuple[str, int], set[str]], *, everything: bool) -> str:
+def try_out(fault: Fault, reached: Mapping[str, Mapping[tuple[str, int], set[str]]]) -> str:
     """Who notices it: the compiler, `make test`, `make test-all`, or nobody."""
     original = (TREE / fault.file).read_text()
     in_cpp = not fault.function
@@ -141,10 +153,8 @@ def try_out(fault: Fault, reached: Mapping[tuple[str, int], set[str]], *, everyt
         fault.plant(TREE)
         if in_cpp and not build():
             return "compiler"
-        tests = tests_of(fault, reached)
-        if notices(tests, "every-commit"):
-            return "test"
-        return "test-all" if everything and notices(tests, None) else "nobody"
+        part = next((part for part, tests in reached.items() if notices(fault, part, tests)), None)
+        return "nobody" if part is None else "test" if part == EVERY_COMMIT else "test-all"
     finally:
         (TREE / fault.file).write_text(original)
         if in_cpp:

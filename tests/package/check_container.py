@@ -21,7 +21,7 @@ from rig.debian_root import BIN, MIRROR, DebianRoot, missing_needs  # noqa: E402
 
 BUILD = ROOT / "build" / "container"
 LIMIT = 1.5e9
-SOURCES = ("CMakeLists.txt", "LICENSE", "README.md", "container", "csrc", "pyproject.toml", "src")
+SOURCES = ("CMakeLists.txt", "LICENSE", "README.md", "constraints.txt", "container", "csrc", "pyproject.toml", "src")
 USER = "stoker"
 VARIABLES = {"PATH": f"/opt/stoker/bin:{BIN}"}  # as the Containerfile sets it
 MODEL = "/home/stoker/MiniLM"  # a volume with a model, as a user brings one

@@ -76,6 +76,32 @@ def test_the_container_is_checked_with_the_files_it_is_built_from() -> None:
     assert (ROOT / ".dockerignore").resolve() == ROOT / ".containerignore"
 
 
+def test_the_image_gets_the_versions_that_the_tests_passed_with(tmp_path: Path) -> None:
+    """The beginning of build.sh with a pip that only notes how it is called."""
+    (tmp_path / "bin").mkdir()
+    pip = tmp_path / "bin" / "pip"
+    pip.write_text(f"""#!/bin/sh
+echo "$@" >>{tmp_path}/calls
+if [ "$1" = freeze ]; then echo torch==9.8.7+cpu; fi
+""")
+    pip.chmod(0o755)
+    script = (ROOT / "container" / "build.sh").read_text()
+    part = script[script.index("# From PyTorch's own index") : script.index("/opt/stoker/bin/python -m")]
+    for word, path in (
+        ("/opt/stoker", tmp_path),
+        ("/src", ROOT),
+        ("/tmp/constraints.txt", tmp_path / "constraints.txt"),
+    ):
+        part = part.replace(word, str(path))
+    subprocess.run(["sh", "-euc", part], check=True, env={"PATH": "/usr/bin:/bin"})
+    assert f"install -q -c {tmp_path}/constraints.txt" in (tmp_path / "calls").read_text()
+    given = (tmp_path / "constraints.txt").read_text()
+    assert given == "torch==9.8.7\n" + (ROOT / "constraints.txt").read_text()
+    tested = re.findall(r"^TORCH +\?= (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert re.findall(r"\$\{TORCH:-(.*?)\}", script) == tested
+    assert re.findall(r'^ARG TORCH="?(.*?)"?$', (ROOT / "Containerfile").read_text(), re.M) == tested
+
+
 @pytest.mark.parametrize(("missing", "code"), [("trl", 0), ("numpy.tests", 1)])
 def test_the_image_is_built_without_packages_of_other_extras_but_not_with_parts_missing(
     missing: str, code: int, tmp_path: Path

@@ -36,8 +36,9 @@ from typing import Any, NoReturn
 
 __all__ = ["Popen", "run"]
 
-TORCH = ("torch", "torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.utils.checkpoint")
-OTHERS = ("scipy.optimize", "sklearn.metrics", "safetensors.torch")
+TORCH = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.run", "torch.distributed.fsdp",
+         "torch.distributed.tensor", "torch.export", "torch.utils.checkpoint")  # fmt: skip
+OTHERS = ("bitsandbytes", "pandas", "pyarrow.parquet", "scipy.optimize", "sklearn.metrics", "safetensors.torch")
 """What transformers imports. transformers itself is left out, because `stoker launch` hooks into its import."""
 TRANSFORMERS = ("transformers.trainer", "transformers.models.bert.modeling_bert", "peft")
 
@@ -45,6 +46,7 @@ FOR_SERVERS = {
     "OMP_WAIT_POLICY": "passive",  # tests share their cores
     "OPENBLAS_NUM_THREADS": "1",  # its threads would not survive a fork
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # done when a program imports torch
+    "TORCH_WARM_POOL": "0",  # the compiler's processes would not survive a fork
 }
 
 _READ_AT_LOAD = (
