@@ -7,6 +7,7 @@ function of the step number, which may return its loss; only one process compute
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import resource
 import statistics
@@ -95,7 +96,8 @@ def measure(
             f"  step {number - warm_up + 1}/{steps}: " + ", ".join(f"{n} {results[n].seconds[-1]:.3f} s" for n in pipes)
         )
     for pipe in pipes.values():
-        pipe.send(None)
+        with contextlib.suppress(OSError):  # of a process that died after its last step
+            pipe.send(None)
     for process in processes:
         process.join(10)
     return results

@@ -72,11 +72,11 @@ typedef struct stoker_region {
   double measured;   // seconds that the region really took, its measurement included
 } stoker_region;
 
-// From now on every kernel runs on its calling thread alone, and its regions are recorded; 0: kernels run on real threads again, as they do
-// at first. Forgets what was recorded. While it is called no kernel may run.
+// From now on every kernel runs on its calling thread alone, and its regions are recorded; 0: kernels run on real threads again,
+// as they do at first. Forgets what was recorded. While it is called no kernel may run.
 STOKER_API void stoker_virtual_threads(int32_t threads);
 
-// Copies at most `room` of the recorded regions, and returns how many there are.
+// Copies at most `room` of the recorded regions, and returns how many there are. `regions` may be null if `room` is 0.
 STOKER_API int64_t stoker_regions(stoker_region* regions, int64_t room);
 
 // --- Dropout -------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ KEY = 0x9E3779B97F4A7C15
 
 LEFT_OUT = {
     "stoker_clock": "measures the clock: its result is a time, and it reads no memory of the caller",
+    "stoker_virtual_threads": "changes how the others run: tests/kernels/test_virtual_threads.py",
+    "stoker_regions": "its result are times: tests/kernels/test_virtual_threads.py",
     "stoker_read_tensors": "reads tensors of torch: tests/kernels/test_tensors.py",
     "stoker_count_changes": "changes tensors of torch: tests/kernels/test_tensors.py",
     "stoker_blas_product": "multiplies by a BLAS of the caller's: tests/kernels/test_program.py compares it with torch.mm",

@@ -127,7 +127,20 @@ def library() -> ctypes.CDLL:
         raise NativeLibraryError(
             f"{path} was built from another version of {declared.path.name} than the one beside it; reinstall Stoker"
         )
-    return declared.bind(lib)
+    declared.bind(lib)
+    if count := os.environ.get("STOKER_VIRTUAL_THREADS"):
+        _use_virtual_threads(lib, count)
+    return lib
+
+
+def _use_virtual_threads(lib: ctypes.CDLL, count: str) -> None:
+    from stoker.kernels import virtual_threads  # it needs this module
+
+    if not count.isdecimal() or not 0 < int(count) <= virtual_threads.MOST_THREADS:
+        raise NativeLibraryError(
+            f"STOKER_VIRTUAL_THREADS={count!r} is not a number from 1 to {virtual_threads.MOST_THREADS}"
+        )
+    virtual_threads.start_for_program(lib, int(count))
 
 
 def _header_hash(lib: ctypes.CDLL) -> str:
@@ -215,5 +228,5 @@ def parameter(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else dtype_code(tensor.dtype)
 
 
-threads = torch.get_num_threads
+threads: Callable[[], int] = torch.get_num_threads
 """How many threads a kernel called now may use: torch's own setting, for the calling thread."""
