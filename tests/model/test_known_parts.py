@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 
 import stoker
 from stoker.kernels import microkernels
-from stoker.model import layer_program, leaf_modules
+from stoker.model import layer_program, leaf_modules, program_writer
 from stoker.model.known_parts import KnownAttention, KnownFeedForward, known_part
 from stoker.model.module_watch import Watch
 
@@ -188,9 +188,9 @@ def test_modules_are_not_read_again_in_every_step(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Watch, "__init__", counting)
     writes: list[Any] = []
-    write = layer_program.ProgramWriter.write
+    write = program_writer.ProgramWriter.write
     monkeypatch.setattr(
-        layer_program.ProgramWriter, "write", lambda self, *args: writes.append(self) or write(self, *args)
+        program_writer.ProgramWriter, "write", lambda self, *args: writes.append(self) or write(self, *args)
     )
     for _ in range(3):
         _step(model, _inputs())

@@ -41,7 +41,7 @@ Layout = Literal["heads", "blocks"]
 
 
 def run_layer(m: LayerParts, x_TH: Any, sequences: Sequences, extra: dict[str, Any]) -> Any:
-    """The layer's output: computed now, or by a program that `m` writes (layer_program.py)."""
+    """The layer's output: computed now, or by a program that `m` writes (program_writer.py)."""
     if m.row.piece == "attention":
         return m.project(m.row.out, _attend(m, x_TH, sequences, extra), whole=True)[0]
     if m.row.piece == "feed_forward":
