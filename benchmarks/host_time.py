@@ -2,6 +2,7 @@
 
     python benchmarks/host_time.py                      every case, about two minutes
     python benchmarks/host_time.py --case bert llama    some of them
+    python benchmarks/host_time.py --compile            stock with torch.compile too, which compiles for minutes
 
 Models are so narrow (width 32, two rows of at most 8 tokens) that arithmetic vanishes: what is left is Python, dispatch, autograd
 and the optimizer, which no number of cores divides. One thread; a step is forward, backward, clipping and fused AdamW. The sides
@@ -101,7 +102,7 @@ def step_of(
     return step
 
 
-def sides_of(case: str) -> dict[str, Callable[[], None]]:
+def sides_of(case: str, compiled: bool = False) -> dict[str, Callable[[], None]]:
     import stoker
     from stoker.model import clip_grad_norm_
 
@@ -121,8 +122,14 @@ def sides_of(case: str) -> dict[str, Callable[[], None]]:
 
         return step
 
+    def compiled_side() -> Callable[[], None]:
+        model = copy.deepcopy(stock).train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+        return step_of(torch.compile(model), labels, torch.nn.utils.clip_grad_norm_, optimizer)
+
     return {
         "stock": side(None),
+        **({"stock with torch.compile": compiled_side()} if compiled else {}),
         "stock bf16": side(None, autocast=True),
         "operators": side(torch.float32, program=False),
         "Stoker": side(torch.float32),
@@ -230,13 +237,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", nargs="+", choices=cases, default=cases)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--compile", action="store_true", help="measure stock with torch.compile too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for case in arguments.case:
         if case == "trainer":
             measure_trainer(max(arguments.steps, 200))
             continue
-        sides = sides_of(case)
+        sides = sides_of(case, arguments.compile)
         taken: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(arguments.steps + 5):
             for name, step in sides.items():
