@@ -74,6 +74,12 @@ def part_of(commit: str) -> str:
     return sorted(PARTS)[int(commit[:12], 16) % len(PARTS)]
 
 
+def pytest_command(name: str) -> list[str]:
+    # "--part docs" would be read twice: as this option, and as the folder docs, so that conftest.py would not be found.
+    pytest = [sys.executable, "-m", "pytest", "-n", "2", "--no-loadscope-reorder", "--shuffle", f"--part={name}"]
+    return [*pytest, "--durations", "10", *os.environ.get("PYTEST_ARGS", "").split()]
+
+
 def run(name: str) -> int:
     """Everything of one part, also what comes after a failure."""
     from rig.needs import NEEDS
@@ -87,8 +93,7 @@ def run(name: str) -> int:
     commands = [[sys.executable, *script.split()] for script in (f"tests/{script}" for script in part.scripts)]
     commands += [["make", "--no-print-directory", target] for target in part.make]
     if part.has_tests:
-        pytest = [sys.executable, "-m", "pytest", "-n", "2", "--no-loadscope-reorder", "--shuffle", "--part", name]
-        commands.insert(0, [*pytest, "--durations", "10", *os.environ.get("PYTEST_ARGS", "").split()])
+        commands.insert(0, pytest_command(name))
     failed = []
     for command in commands:
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parts import PARTS, part_of
+from parts import PARTS, part_of, pytest_command
 from rig.needs import NEEDS, program, unmet
 
 HERE = Path(__file__).parent
@@ -100,6 +100,14 @@ def test_reasons_say_what_is_missing_and_how_to_get_it(monkeypatch: pytest.Monke
 def test_all_parts_come_round_by_the_commit() -> None:
     commits = [hashlib.sha1(bytes([number])).hexdigest() for number in range(200)]
     assert {part_of(commit) for commit in commits} == set(PARTS)
+
+
+@pytest.mark.parametrize("name", ["docs", "kills"])
+def test_pytest_takes_the_name_of_a_part_for_no_folder(name: str) -> None:
+    """`docs` is the name of both."""
+    words = pytest_command(name)[3:]
+    assert not [word for word in words if (HERE.parent / word).exists()]
+    assert f"--part={name}" in words
 
 
 def test_the_nightly_workflow_runs_all_parts() -> None:

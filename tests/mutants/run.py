@@ -82,7 +82,7 @@ def record(part: str) -> None:
     print(f"recording which tests of the part {part} execute which functions", flush=True)
     unfinished = WORK / "reach.unfinished"
     unfinished.write_text("")
-    words = ["-n", "2", "--no-loadscope-reorder", "-p", "each_test", "--part", part]
+    words = ["-n", "2", "--no-loadscope-reorder", "-p", "each_test", f"--part={part}"]
     pytest(*words, PYTHONPATH=f"{TREE / 'src'}:{_START}", STOKER_REACH=str(unfinished))
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", (WORK / "log").read_text(), re.M)
     failing_of(part).write_text("\n".join(failed))
@@ -114,7 +114,7 @@ def notices(fault: Fault, part: str, reached: Mapping[tuple[str, int], set[str]]
     taken = durations.of_files(tests)
     (WORK / "tests").write_text("\n".join(sorted(tests, key=lambda test: taken[test.partition("::")[0]])))
     skipped = [f"--deselect={test}" for test in failing_of(part).read_text().splitlines()]
-    code = pytest("-x", "-n", "2", *skipped, "--part", part, f"@{WORK / 'tests'}")
+    code = pytest("-x", "-n", "2", *skipped, f"--part={part}", f"@{WORK / 'tests'}")
     return code not in (0, 5)  # 5: none of them is in this part
 
 
