@@ -206,6 +206,8 @@ def test_scores_are_those_of_seqevals_strict_mode() -> None:
     # A stray I- is no entity in strict mode.
     assert measure([["B-PER", "O"]], [["I-PER", "O"]], IOB2).recall == 0.0
     assert measure([["O"]], [["O"]], IOB2).f1 == 0.0
+    half = measure([["O", "B-PER"]], [["O", "O"]], IOB2)
+    assert (half.untagged, half.accuracy, half.f1) == (0.5, 0.5, 0.0)
     assert sum(n for (kind, _), n in scores.confusion.items() if kind != "no entity") == sum(
         map(len, entities_of(true, IOB2))
     )

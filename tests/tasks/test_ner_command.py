@@ -107,7 +107,11 @@ def test_the_model_works_in_transformers_own_pipeline(trained: Path) -> None:
 
 
 def test_evaluating_uses_the_labels_of_the_model(
-    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    trained: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(logging.getLogger("stoker"), "propagate", True)  # whatever commands that ran before have set up
     rows = [
@@ -122,6 +126,7 @@ def test_evaluating_uses_the_labels_of_the_model(
     assert json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_recall"] == pytest.approx(
         2 / 3, abs=0.01
     )
+    assert "tagging nothing scores 0.4286, f1 0" in capsys.readouterr().err  # four of seven words are in an entity
 
 
 def test_iobes_spans_windows_and_data_of_the_hub(

@@ -14,6 +14,7 @@ from stoker.tasks.classify.data import GLUE, Example, Labels
 from stoker.tasks.classify.features import Rows, make_rows
 from stoker.tasks.classify.labelled_examples import check_labels, split_examples
 from stoker.tasks.classify.metrics import METRICS, is_combined, measure
+from stoker.tasks.classify.worth import ConstantAnswer, tables
 from stoker.tasks.loading import load_config, load_config_and_tokenizer, load_model, row_length
 from stoker.tasks.shown_rows import right_and_wrong, spread
 from stoker.tasks.training_options import DataOptions, check_best, check_label_names, padding_option
@@ -76,6 +77,37 @@ def begin(argv: list[str]) -> training_run.Job:
     return job
 
 
+class ClassifyTrainer(Trainer):
+    """Its evaluations also log scores by class, and keep those of a constant answer beside them."""
+
+    def __init__(self, *rest: Any, names: Sequence[str], labels: Labels | None, **named: Any) -> None:
+        super().__init__(
+            *rest,
+            # Encoder-decoder models return hidden states beside the logits.
+            preprocess_logits_for_metrics=lambda found, _: found[0] if isinstance(found, tuple) else found,
+            compute_metrics=self._measure,
+            **named,
+        )
+        self.names, self.labels = names, labels
+        self.constant: ConstantAnswer | None = None
+        """Of the last evaluation."""
+
+    def _measure(self, found: Any) -> dict[str, float]:
+        self._last = found
+        return measure(self.names, found.predictions, found.label_ids, regression=self.labels is None)
+
+    def evaluate(self, *rest: Any, **named: Any) -> dict[str, float]:
+        metrics: dict[str, float] = super().evaluate(*rest, **named)
+        true, classes = self._last.label_ids, () if self.labels is None else self.labels.names
+        trained_on = getattr(self.train_dataset, "labels", None)
+        known = true if trained_on is None else trained_on
+        self.constant = ConstantAnswer.of(self.names, known, true, classes)
+        if classes and self.args.should_save and len(true):
+            shown = tables(self._last.predictions.argmax(-1), true, classes, self.constant)
+            self.recorder.write("tables", step=self.state.global_step, tables=shown)
+        return metrics
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The rows of each set, their labels, and what a model for them needs."""
@@ -96,18 +128,14 @@ class Prepared:
     def training(self) -> dict[str, Any]:
         return {}
 
-    def trainer(self, job: training_run.Job) -> Trainer:
+    def trainer(self, job: training_run.Job) -> ClassifyTrainer:
         from transformers import AutoModelForSequenceClassification, set_seed
 
         set_seed(job.args.seed)
         model = load_model(AutoModelForSequenceClassification, job.model, self.config)
-        regression = self.labels is None
-        trainer: Trainer = training_run.make_trainer(
-            job, Trainer, model, self.tokenizer, self.sets,
-            # Encoder-decoder models return hidden states beside the logits.
-            preprocess_logits_for_metrics=lambda found, _: found[0] if isinstance(found, tuple) else found,
-            compute_metrics=lambda found: measure(self.names, found.predictions, found.label_ids, regression=regression),
-        )  # fmt: skip
+        trainer: ClassifyTrainer = training_run.make_trainer(
+            job, ClassifyTrainer, model, self.tokenizer, self.sets, names=self.names, labels=self.labels
+        )
         return trainer
 
 
@@ -148,6 +176,8 @@ def main(argv: list[str]) -> int:
             metrics["eval_samples_mm"] = len(second)
         trainer.save_metrics("eval", {**metrics, "eval_samples": len(sets["validation"])})
         job.print(_summary(names, metrics, len(sets["validation"])))
+        if trainer.constant is not None:
+            job.print(_worth(names, metrics, trainer.constant))
         if second:
             job.print(_summary(names, metrics, len(second), "_mm") + " (mismatched set)")
         if args.do_train:
@@ -187,6 +217,21 @@ def _metric_names(options: Any) -> list[str]:
 
 def _summary(names: Sequence[str], metrics: dict[str, Any], rows: int, ending: str = "") -> str:
     return ", ".join(f"{name} {metrics[f'eval_{name}{ending}']:.4f}" for name in names) + f" on {rows:,} rows"
+
+
+def _worth(names: Sequence[str], metrics: dict[str, Any], constant: ConstantAnswer) -> str:
+    """What the scores are worth, in one line."""
+    main, lower = names[0], names[0] in _LOWER_IS_BETTER
+    gain = metrics[f"eval_{main}"] - constant.scores[main]
+    sentence = f"for comparison: {constant.sentence(names)}"
+    if (-gain if lower else gain) > 0:
+        return sentence
+    return (
+        f"{sentence}, so the model has not learned the task yet; train for more steps or with another --learning_rate"
+    )
+
+
+_LOWER_IS_BETTER = ("mse",)
 
 
 def _data(job: training_run.Job, regression: bool) -> tuple[dict[str, Sequence[Example]], tuple[str, ...]]:

@@ -13,7 +13,7 @@ from stoker.tasks.faults import Faults
 from stoker.tasks.loading import load_config, load_config_and_tokenizer, load_model, row_length
 from stoker.tasks.ner.data import Columns, Layout, Sentence, collect, converted, read_sentences
 from stoker.tasks.ner.features import Rows, make_rows
-from stoker.tasks.ner.metrics import Entity, entities_of, measure
+from stoker.tasks.ner.metrics import Entity, Scores, entities_of, measure
 from stoker.tasks.ner.predictions import entity_spans, write_predictions
 from stoker.tasks.ner.tags import OUTSIDE, Scheme, iob2, recognise, type_of
 from stoker.tasks.row_predictions import predict_rows
@@ -72,6 +72,8 @@ class NerTrainer(ScoringTrainer):
         super().__init__(*rest, preprocess_logits_for_metrics=_best_labels, **named)
         self.labels = labels
         self.by_type = by_type
+        self.scores: Scores | None = None
+        """Of the last evaluation."""
 
     def tags(self, rows: Rows, description: str, prefix: str = "eval") -> tuple[list[list[str]], dict[str, float]]:
         """The predicted tag of each word of each sentence, and the loss if the rows have labels."""
@@ -85,6 +87,7 @@ class NerTrainer(ScoringTrainer):
         scheme = self.labels.scheme
         true = [sentence.tags or () for sentence in rows.sentences]
         scores = measure(true, predicted, scheme)
+        self.scores = scores
         if self.args.should_save:
             shown = examples(rows.sentences, entities_of(true, scheme), entities_of(predicted, scheme))
             self.recorder.write("examples", step=self.state.global_step, rows=shown)
@@ -169,6 +172,8 @@ def main(argv: list[str]) -> int:
     if args.do_eval:
         metrics = training_run.evaluate(trainer, len(sets["validation"].sentences))
         job.print(_summary(metrics, len(sets["validation"].sentences)))
+        if trainer.scores is not None:
+            job.print(_worth(trainer.scores))
     if args.do_predict:
         _predict(job, trainer, sets["test"], found.layouts["test"])
     training_run.finish(job, trainer, metrics)
@@ -230,6 +235,18 @@ def _converted(job: training_run.Job, split: str, data: Any, labels: Labels) -> 
 def _summary(metrics: dict[str, Any], sentences: int) -> str:
     names = ("precision", "recall", "f1")
     return ", ".join(f"{name} {metrics[f'eval_{name}']:.4f}" for name in names) + f" on {sentences:,} sentences"
+
+
+def _worth(scores: Scores) -> str:
+    """What the scores are worth, in one line: most words are in no entity, so accuracy is high from the start."""
+    sentence = (
+        f"accuracy {scores.accuracy:.4f} of words; for comparison: tagging nothing scores {scores.untagged:.4f}, f1 0"
+    )
+    if scores.f1 > 0:
+        return sentence
+    return (
+        f"{sentence}, so the model has not learned the task yet; train for more steps or with another --learning_rate"
+    )
 
 
 def _predict(job: training_run.Job, trainer: NerTrainer, rows: Rows, layout: Layout) -> None:

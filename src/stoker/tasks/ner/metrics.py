@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.tasks.ner.tags import Scheme
+from stoker.tasks.ner.tags import OUTSIDE, Scheme
 
 __all__ = ["Entity", "Scores", "entities_of", "measure"]
 
@@ -29,6 +29,8 @@ class Scores:
     """Precision, recall, f1 and number by type."""
     confusion: dict[tuple[str, str], int]
     """How many entities of a type were found as which type, in other boundaries, or not at all."""
+    untagged: float
+    """The accuracy of tagging nothing."""
 
     def flat(self, *, by_type: bool) -> dict[str, float]:
         """The names of run_ner.py."""
@@ -74,8 +76,10 @@ def measure(true: Sequence[Tags], predicted: Sequence[Tags], scheme: Scheme) -> 
     types = sorted({kind for sentence in (*gold, *found) for *_, kind in sentence})
     lists = [[list(one) for one in tags] for tags in (true, predicted)]
     accuracy = float(accuracy_score(*lists)) if any(lists[0]) else 0.0
+    words = [tag for one in true for tag in one]
+    untagged = words.count(OUTSIDE) / max(len(words), 1)
     if not types:  # seqeval cannot report on nothing
-        return Scores(0.0, 0.0, 0.0, accuracy, {}, {})
+        return Scores(0.0, 0.0, 0.0, accuracy, {}, {}, untagged)
     report = classification_report(
         *lists, mode="strict", scheme=scheme.seqeval, output_dict=True, zero_division=0, digits=6
     )
@@ -87,7 +91,7 @@ def measure(true: Sequence[Tags], predicted: Sequence[Tags], scheme: Scheme) -> 
     micro = report["micro avg"]
     return Scores(
         float(micro["precision"]), float(micro["recall"]), float(micro["f1-score"]), accuracy, by_type,
-        _confusion(gold, found),
+        _confusion(gold, found), untagged,
     )  # fmt: skip
 
 
