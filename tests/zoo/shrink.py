@@ -1,8 +1,8 @@
 """Small configurations of any architecture of transformers, made from the fields of its configuration class.
 
 A field is recognized by its name (a number of layers, a width, a window, ...), nested configurations are shrunk in the same way.
-Where a model cannot be built from the result, the next of `SCALES` is tried. `_FITTING` is for configurations whose fields have to
-fit each other in a way that no name tells.
+Where a model cannot be built from the result, the next of `SCALES` is tried. `_FITTING` is for configurations whose fields have
+to fit each other in a way that no name tells.
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 import logging
 
-# While transformers imports it, bitsandbytes advises users of CPUs with bf16 units to install a package. `loading.quiet` is too late.
+# bitsandbytes advises users of CPUs with bf16 units to install a package, while transformers imports it: before `loading.quiet`.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
