@@ -330,12 +330,20 @@ def test_a_family_that_is_not_in_the_table_trains_as_stock_and_the_report_says_s
     tiny.assert_same_gradients(tiny.gradients(model), tiny.gradients(stock))
     report = stoker.report(model)
     left = dict(report.left_alone)
-    assert "no family in the table (BERT, " in left.pop("padding, attention, fused layers")
+    stays = "padding, fused layers" if name == "T5" else "padding, attention, fused layers"
+    assert "no family in the table (BERT, " in left.pop(stays)
     assert set(left.values()) <= {"there is no kernel for this class"}
     assert NO_KERNEL[name] in left if name in NO_KERNEL else not left
     counts = {part: count for part, _, count in report.applied}
     assert counts["linear"] > 2
     assert ("rms norm in fp32" in counts) == (name == "T5")
+
+
+def test_attention_that_was_replaced_is_not_reported_as_left_alone() -> None:
+    small = {**_SMALL, "image_size": 8, "patch_size": 4}
+    report = stoker.report(stoker.optimize(transformers.ViTModel(transformers.ViTConfig(**small))))
+    assert ("attention implementation", "ViTModel", 1) in report.applied
+    assert [what for what, why in report.left_alone if "it takes no tokens" in why] == ["padding, fused layers"]
 
 
 def test_plain_torch_models_get_what_applies() -> None:

@@ -373,6 +373,22 @@ def test_learned_queries_for_all_rows_run_as_stock() -> None:
     torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_model_whose_cache_another_one_reads_keeps_its_padding(side: str, caplog: pytest.LogCaptureFixture) -> None:
+    """DiffusionGemma's encoder fills a cache in every call, and the decoder adds its own keys to it."""
+    sizes = {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    config = transformers.DiffusionGemmaConfig(
+        text_config={**tiny._GROUPED, **sizes, **experts, "global_head_dim": 16},
+        vision_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+        image_token_id=98,
+    )
+    stock = _made("DiffusionGemmaModel", config)
+    model = stoker.optimize(copy.deepcopy(stock))
+    _same(stock, model, {**_inputs(side), "decoder_input_ids": torch.randint(5, 90, (4, 6))})
+    assert "because it fills a cache" in caplog.text
+
+
 def test_an_indexer_still_chooses_the_keys(caplog: pytest.LogCaptureFixture) -> None:
     """DeepSeek V3.2 adds its choice to the mask only for implementations that it names."""
     heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow
@@ -18,14 +19,16 @@ from stoker.tasks.files import read_rows
 MIB = 1 << 20
 
 
-@pytest.fixture
+@contextmanager
 def little_memory() -> Iterator[None]:
     """200 MB more than the process has, as `ulimit -v` sets it: without it, a test would have to fill the machine's memory."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 200 * MIB, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def repeated(path: Path, size: int, rows: int, *, as_written: bool = False) -> Path:
@@ -36,12 +39,10 @@ def repeated(path: Path, size: int, rows: int, *, as_written: bool = False) -> P
     return path
 
 
-@pytest.mark.usefixtures("little_memory")
 def test_a_small_file_that_unpacks_to_more_than_the_memory_is_refused(tmp_path: Path) -> None:
     path = repeated(tmp_path / "d.parquet", 16 * MIB, 10_000)
-    with pytest.raises(
-        UserError, match=r"data file .*d\.parquet cannot be read: .* rows need more memory than is free$"
-    ):
+    message = r"data file .*d\.parquet cannot be read: .* rows need more memory than is free$"
+    with pytest.raises(UserError, match=message), little_memory():
         next(read_rows(path, Faults(str(path))))
 
 

@@ -262,6 +262,13 @@ def test_a_missing_reporting_package_is_named_as_pip_knows_it(
     assert "--report_to tensorboard: tensorboard is not installed; pip install tensorboard" in capsys.readouterr().err
 
 
+def test_advice_of_a_library_that_is_imported_with_transformers_is_not_shown() -> None:
+    """bitsandbytes gives it on CPUs with bf16 units while it is imported."""
+    code = "import stoker.tasks, logging; logging.getLogger('bitsandbytes.backends.cpu.ops').warning('install kernels')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_run_whose_weights_overflow_in_its_last_step_saves_no_model_and_exits_with_code_two(
     bert: Path, squad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

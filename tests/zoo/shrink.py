@@ -1,7 +1,8 @@
 """Small configurations of any architecture of transformers, made from the fields of its configuration class.
 
-Nothing is known of a single architecture here: a field is recognized by its name (a number of layers, a width, a window, ...),
-nested configurations are shrunk in the same way. Where a model cannot be built from the result, the next of `SCALES` is tried.
+A field is recognized by its name (a number of layers, a width, a window, ...), nested configurations are shrunk in the same way.
+Where a model cannot be built from the result, the next of `SCALES` is tried. `_FITTING` is for configurations whose fields have
+to fit each other in a way that no name tells.
 """
 
 from __future__ import annotations
@@ -42,6 +43,43 @@ SCALES = (
     Scale(hidden=64, heads=2, head=32, inner=64),
     Scale(hidden=256, heads=2, head=128, inner=64, grouped=False),  # for constants in the code that fit real heads only
 )
+
+_DOTS = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 16,
+}  # fmt: skip
+_FITTING: dict[str, dict[str, Any]] = {
+    "Blip2QFormerConfig": {"use_qformer_text_input": True},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 70, "IMGIMGAAZ": 71, "IMGIMGABZ": 72, "IMGIMGACZ": 73}},
+    "ChameleonVQVAEConfig": {
+        "embed_dim": 8, "num_embeddings": 16, "latent_channels": 8, "resolution": 16, "base_channels": 32,
+        "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": [],
+    },
+    "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "Dots3NoteTextConfig": {
+        **_DOTS, "per_layer_config": {1: _DOTS}, "num_hidden_layers": 3, "sliding_window": WINDOW,
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "index_head_dim": 16, "index_n_heads": 2,
+    },
+    "LiltConfig": {"hidden_size": 96},  # a sixth and a quarter of it are widths, too
+    "Qwen4ExpTextConfig": {
+        "num_hidden_layers": 2, "layer_types": ["linear_attention", "indexed_attention"], "head_dim": 16,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4,
+    },
+    "ReformerConfig": {
+        "axial_pos_shape": [4, 6], "axial_pos_embds_dim": [8, 24], "attn_layers": ["local", "lsh"], "num_buckets": 2,
+        "lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4, "hash_seed": 0,
+    },
+    "Step3p7TextConfig": {
+        "num_hidden_layers": 2, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "ZambaConfig": {
+        "num_hidden_layers": 5, "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
+}  # fmt: skip
+"""Fields of single configuration classes."""
 
 _KEPT = re.compile(
     r"type_vocab_size|num_feat_extract_layers|.*(sampling_rate|sample_rate|temperature|distance|max_relative|theta|base|ignore_index|stride|kernel)s?"
@@ -102,6 +140,7 @@ def shrink(cls: type[PretrainedConfig], scale: Scale, given: dict[str, Any] | No
                 changes[name] = small
     if "pad_token_id" in fields:
         changes.update(_special_tokens(default))
+    changes.update(_FITTING.get(cls.__name__, {}))
     return cls(**{name: value for name, value in given.items() if name not in fields}, **changes)
 
 

@@ -189,9 +189,14 @@ def _case(name: str, outcome: str, why: str = "") -> dict[str, Any]:
 def test_the_page_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     page = tmp_path / "models.md"
     line = "Falcon: this call runs as stock transformers does, because it counts a | b (logged once)"
-    cases = [_case("Bert", "fused"), _case("Falcon", "leaf kernels", line), _case("Dinat", "not built", "no natten")]
+    seen = "padding, fused layers: Vit is of no family in the table (BERT, GPT-2), and cannot run without padding otherwise"
+    cases = [
+        _case("Bert", "fused"), _case("Falcon", "leaf kernels", line), _case("Dinat", "not built", "no natten"),
+        _case("Vit", "attention", f"{seen}: it takes no tokens"),
+    ]  # fmt: skip
     write(cases, "5.0", page)
-    assert recorded(page) == {("bert", "Bert"): "fused", ("falcon", "Falcon"): "stock"}
+    assert recorded(page) == {("bert", "Bert"): "fused", ("falcon", "Falcon"): "stock", ("vit", "Vit"): "attention"}
     assert "| falcon | Falcon | stock | it counts a \\| b |" in page.read_text()
+    assert "| vit | Vit | attention | it takes no tokens |" in page.read_text()
     assert differences(cases, page) == []
     assert differences([_case("Bert", "wrong"), *cases[1:]], page) == ["bert: Bert: fused, but it is wrong"]

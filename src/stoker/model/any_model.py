@@ -31,6 +31,7 @@ __all__ = [
     "Kind",
     "base_models",
     "kind_of_call",
+    "leaves",
     "per_token",
     "restore_attention",
     "tried",
@@ -177,15 +178,16 @@ def per_token(call: dict[str, Any], shape: tuple[int, int]) -> dict[str, Tensor]
             if tuple(rows) != shape and not (name == "position_ids" and tuple(rows) == (1, shape[1])):
                 return f"its argument {name} has shape {tuple(value.shape)}, which is not one value per token"
             found[name] = value
-        elif isinstance(value, (list, tuple, dict)) and any(isinstance(one, Tensor) for one in _leaves(value)):
+        elif isinstance(value, (list, tuple, dict)) and any(isinstance(one, Tensor) for one in leaves(value)):
             return f"its argument {name} is {with_article(type(value).__name__)} of tensors"
     return found
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
+    """What lists, tuples and dictionaries contain, at any depth."""
     if isinstance(value, (list, tuple, dict)):
         for one in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(one)
+            yield from leaves(one)
     else:
         yield value
 
@@ -288,8 +290,8 @@ def _difference(expected: Any, actual: Any, real: Tensor, limit: float, most: bo
     """What differs between two outputs of a model, at real tokens."""
     names = [name for name in expected if isinstance(expected[name], (Tensor, tuple, list))]
     for name in names:
-        pairs = list(zip(_leaves(expected[name]), _leaves(actual.get(name)), strict=False))
-        if len(pairs) != len(list(_leaves(expected[name]))):
+        pairs = list(zip(leaves(expected[name]), leaves(actual.get(name)), strict=False))
+        if len(pairs) != len(list(leaves(expected[name]))):
             return f"packed rows have no {name}"
         for one, other in pairs:
             if isinstance(one, Tensor) and (not isinstance(other, Tensor) or one.shape != other.shape):

@@ -197,7 +197,10 @@ def _left_alone(model: nn.Module, called: list[nn.Module], switches: Settings | 
 def _whole_parts(model: nn.Module, switches: Settings) -> Iterator[tuple[str, str]]:
     bases = [module for module in model.modules() if isinstance(module, PaddingFreeModel)]
     if not bases:
-        yield "padding, attention, fused layers", _why_no_base_model(model)
+        stays = (
+            "padding, fused layers" if any(map(uses_attention, model.modules())) else "padding, attention, fused layers"
+        )
+        yield stays, _why_no_base_model(model)
     for base in bases:
         name, always = stock_class(type(base)).__name__, always_stock(base)
         if always is not None:

@@ -21,7 +21,7 @@ from stoker.english import with_article
 from stoker.errors import one_line
 from stoker.kernels.tracing import stock_wanted
 from stoker.model import precision
-from stoker.model.any_model import ANY, Kind, kind_of_call, per_token, tried
+from stoker.model.any_model import ANY, Kind, kind_of_call, leaves, per_token, tried
 from stoker.model.attention_interface import NAME, CannotPack, LazyMask, stock_implementation
 from stoker.model.class_swap import (
     Optimized,
@@ -294,6 +294,8 @@ class PaddingFreeModel(Optimized):
         row: Family = self.stoker_row
         if row is ANY and (not hasattr(output, "get") or output.get("last_hidden_state") is None):
             raise CannotPack("it returns no last hidden state")
+        if row is ANY and _is_filled(output.get("past_key_values")):  # it was told not to
+            raise CannotPack("it fills a cache, whose rows would be packed, in every call")
         dtype = next(self.parameters()).dtype
 
         def unpack(x: Tensor) -> Tensor:
@@ -321,6 +323,12 @@ class PaddingFreeModel(Optimized):
             rest = (value for name, value in output.items() if name not in ("last_hidden_state", "pooler_output"))
             return (hidden, output.get("pooler_output"), *rest)
         return output.to_tuple()
+
+
+def _is_filled(cache: Any) -> bool:
+    if hasattr(cache, "get_seq_length"):
+        return bool(cache.get_seq_length())
+    return any(isinstance(one, Tensor) for one in leaves(cache))
 
 
 def _try_packed(model: Any, call: dict[str, Any], mask: Tensor) -> Any:
