@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from stoker.english import counted
+from stoker.machine import onednn
 from stoker.machine.facts import Machine
 from stoker.machine.load import Load
 from stoker.machine.rates import WORTHWHILE_GAIN, Rates, TrainingStep
@@ -66,8 +67,8 @@ def verdicts(evidence: Evidence) -> tuple[Verdict, ...]:
 def _precision(evidence: Evidence) -> Verdict:
     rates = evidence.rates
     if rates and rates.step:
-        return _measured_precision(evidence.machine, rates, rates.step)
-    units = evidence.machine.isa.bf16_units
+        return _measured_precision(evidence, rates, rates.step)
+    units = _bf16_units(evidence)
     if units and rates and rates.fastest_dtype == "fp32":
         return _units_not_reached(units, rates, "")
     products = _products(rates)
@@ -80,10 +81,16 @@ def _precision(evidence: Evidence) -> Verdict:
     return Verdict("precision", "good", f"fp32: {_without_units(rates)}", "Use fp32.")
 
 
-def _measured_precision(machine: Machine, rates: Rates, step: TrainingStep) -> Verdict:
+def _bf16_units(evidence: Evidence) -> str | None:
+    """oneDNN's own answer where torch was asked; else what follows from the CPU's features."""
+    torch = evidence.software.torch if evidence.software else None
+    return onednn.units_of(torch.bf16_kernel if torch else None) or evidence.machine.isa.bf16_units
+
+
+def _measured_precision(evidence: Evidence, rates: Rates, step: TrainingStep) -> Verdict:
     """Judged by the measured training step; the CPU's features only explain it."""
     faster = f"{_which_trains_faster(step)}. "
-    units = machine.isa.bf16_units
+    machine, units = evidence.machine, _bf16_units(evidence)
     if units and rates.fastest_dtype == "fp32" and step.gain < WORTHWHILE_GAIN:
         return _units_not_reached(units, rates, faster)
     if step.gain >= WORTHWHILE_GAIN:
