@@ -24,7 +24,8 @@ def bf16_kernel() -> str | None:
     try:
         with _captured() as lines:
             matrix = torch.ones(64, 64, dtype=torch.bfloat16)
-            with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON), torch.no_grad():
+            logged = torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON)  # type: ignore[no-untyped-call]
+            with logged, torch.no_grad():
                 matrix @ matrix
         return implementation("\n".join(lines))
     except (OSError, RuntimeError, AttributeError):
