@@ -34,6 +34,7 @@ Group::Group(Segment segment, int rank)
   const int cores = usable_cores();
   spin_useful_ = cores == 1 ? sysconf(_SC_NPROCESSORS_ONLN) >= ranks_ : cores >= ranks_;
   for (int i = 0; i < ranks_; ++i) names_.push_back(i);
+  segment_.reserve_slots(rank);
   RankBlock& block = own_block();
   block.pid = getpid();
   block.started = process_start(getpid());

@@ -72,6 +72,12 @@ void remove_leftovers() {
   }
 }
 
+// Reserved in advance, because a full /dev/shm would be a SIGBUS later. A memfd has no such limit.
+void reserve(int descriptor, std::size_t from, std::size_t bytes) {
+  if (const int error = posix_fallocate(descriptor, static_cast<off_t>(from), static_cast<off_t>(bytes)))
+    fail("cannot reserve " + std::to_string(bytes >> 10) + " KB of shared memory", error);
+}
+
 }  // namespace
 
 // If it returns 0, errno is ESRCH for a process that does not exist, and something else if that could not be found out, for
@@ -134,9 +140,7 @@ Segment Segment::create(int ranks, std::int64_t slot_bytes, bool named) {
   const std::size_t pipes = pipes_offset(ranks, static_cast<std::size_t>(slot_bytes));
   const std::size_t bytes = pipes + pipe_bytes(ranks) * ranks * ranks;
   if (ftruncate(segment.descriptor_, static_cast<off_t>(bytes))) fail("cannot size shared memory", errno);
-  // Reserved now, because a full /dev/shm would be a SIGBUS later. A memfd has no such limit.
-  if (const int error = named ? posix_fallocate(segment.descriptor_, 0, static_cast<off_t>(pipes)) : 0)
-    fail("cannot reserve " + std::to_string(pipes >> 10) + " KB of shared memory", error);
+  if (named) reserve(segment.descriptor_, 0, slots_offset(ranks));
   segment.map(segment.descriptor_, bytes);
   Header& header = *new (segment.base_) Header{};
   header.ranks = static_cast<std::uint32_t>(ranks);
@@ -178,18 +182,19 @@ Segment Segment::attach(const std::string& address) {
     close(descriptor);
     throw Error(STOKER_COMM_SYSTEM, "the shared memory of the first rank belongs to another user");
   }
-  try {
-    segment.map(descriptor, static_cast<std::size_t>(status.st_size));
-  } catch (...) {
-    close(descriptor);
-    throw;
-  }
-  close(descriptor);
+  segment.descriptor_ = descriptor;  // closed by seal(), at the latest
+  segment.map(descriptor, static_cast<std::size_t>(status.st_size));
   const Header& header = segment.header();
   // The nonce distinguishes it from the file of a process with the same pid in another pid namespace.
   if (header.magic != kMagic || hex(header.nonce) != address.substr(last + 1) || header.bytes != segment.bytes_)
     throw Error(STOKER_COMM_SYSTEM, "the shared memory of the first rank is not the segment that was announced");
   return segment;
+}
+
+void Segment::reserve_slots(int rank) {
+  if (address_.compare(0, 4, "shm:") != 0) return;
+  const std::size_t bytes = static_cast<std::size_t>(header().slot_bytes) * kSlots;
+  reserve(descriptor_, slots_offset(static_cast<int>(header().ranks)) + bytes * rank, bytes);
 }
 
 Segment::Segment(Segment&& other) noexcept

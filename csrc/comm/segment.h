@@ -85,6 +85,9 @@ class Segment {
   RankBlock& block(int rank) const;
   char* slot(int rank, std::uint32_t piece) const;
   Pipe& pipe(int from, int to) const;
+  // Takes memory for the slots of `rank`, in a named segment; to be called by that rank. A page lies on the NUMA node of the process
+  // that takes it, and only its own rank writes to a slot. In a memfd pages are taken when they are written. Throws Error.
+  void reserve_slots(int rank);
   void reserve_pipe(int from, int to);  // throws Error if there is no memory for it, instead of a signal when it is written
   void seal();  // removes the name, once all ranks are attached
 

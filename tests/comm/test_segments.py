@@ -43,6 +43,27 @@ def test_names_cannot_be_guessed_and_only_the_user_can_open_them() -> None:
     assert not any(Path(f"/dev/shm{name}").exists() for name in names)
 
 
+def test_each_rank_takes_the_memory_of_its_own_slots() -> None:
+    """A page lies on the NUMA node of the process that takes it, and a slot is written by its own rank only."""
+    lib = native.library()
+    slots = 4 * (64 << 10)  # kSlots of the size that create() asks for
+    first = create(1)
+    try:
+        address = lib.stoker_comm_address(first)
+        path = "/dev/shm" + address.decode().split(":")[1]
+
+        def taken() -> int:
+            return os.stat(path).st_blocks * 512
+
+        assert slots <= taken() < 2 * slots
+        second = lib.stoker_comm_attach(address, 1)
+        assert second, lib.stoker_comm_opening_error()
+        assert 2 * slots <= taken() < 3 * slots
+        lib.stoker_comm_destroy(second)
+    finally:
+        lib.stoker_comm_destroy(first)
+
+
 def test_names_left_by_dead_processes_are_removed_by_the_next_one() -> None:
     """A job that is killed before all its ranks are attached leaves a file in /dev/shm."""
     lib = native.library()

@@ -385,8 +385,8 @@ def test_defaults_for_processes_and_threads_depend_on_the_machine(recorded: Reco
     screen = io.StringIO()
     answers = ask_all({}, recorded("sapphire_rapids_4"), io.StringIO("\n" * 30), screen, more=True)
     assert answers["distributed_type"] == "MULTI_CPU"
-    assert answers["num_processes"] == 4
-    assert "28 on this machine]" in screen.getvalue()
+    assert answers["num_processes"] == 2
+    assert "56 on this machine]" in screen.getvalue()
     assert answers["mixed_precision"] == "no", "precision is asked for, not proposed by the CPU"
 
 

@@ -10,7 +10,8 @@ import pytest
 from machine.recorded.layout import lay_out, write
 from machine.recorded.machines import container, hybrid_laptop, ice_lake
 from stoker.machine import Machine
-from stoker.machine.verdicts import Evidence, processes_and_threads, verdicts
+from stoker.machine.processes import processes_and_threads
+from stoker.machine.verdicts import Evidence, verdicts
 
 
 def subjects(machine: Machine) -> dict[str, str]:

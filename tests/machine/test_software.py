@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import stat
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.machine import onednn, this_machine
 from stoker.machine.launchers import find_launchers, recognise
 from stoker.machine.software import read_software
 
@@ -81,6 +83,25 @@ def test_the_current_environment_is_read_correctly() -> None:
     # scikit-learn, which other tests import, brings one of its own
     (openmp,) = [path for path in found.openmp if "scikit_learn" not in path]
     assert os.path.exists(openmp)
+
+
+def test_onednn_names_the_kernel_of_bf16_products_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    kernel = onednn.bf16_kernel()
+    assert capfd.readouterr().out == ""
+    units = this_machine().isa.bf16_units
+    if units and os.environ.get("ONEDNN_MAX_CPU_ISA") is None and platform.machine() == "x86_64":
+        assert kernel is not None
+        assert onednn.units_of(kernel) == units, "stoker.machine.isa and oneDNN disagree"
+
+
+def test_the_kernel_is_the_last_one_in_onednns_log() -> None:
+    lines = (
+        "onednn_verbose,v1,info,cpu,isa:Intel AVX-512 with Intel DL Boost and bfloat16 support",
+        "onednn_verbose,v1,primitive,exec,cpu,reorder,jit:uni,undef,src:f32,,64x64,0.1",
+        "onednn_verbose,v1,primitive,exec,cpu,matmul,brg_matmul:avx10_1_512_amx,undef,src:bf16,,64x64:64x64,0.02",
+    )
+    assert onednn.implementation("\n".join(lines)) == "brg_matmul:avx10_1_512_amx"
+    assert onednn.implementation("\n".join(lines[:2])) is None
 
 
 def test_looking_at_versions_imports_nothing_but_torch() -> None:

@@ -148,7 +148,7 @@ def test_hot_added_memory_counts_on_a_machine_of_one_node(tree_path: Path) -> No
 
 
 def test_memory_without_cpus_is_a_node_but_gets_no_process(tree_path: Path) -> None:
-    from stoker.machine.verdicts import processes_and_threads
+    from stoker.machine.processes import processes_and_threads
 
     root = lay_out(hybrid_laptop(), tree_path)
     write(root, "/sys/devices/system/node/node1/cpulist", "\n")

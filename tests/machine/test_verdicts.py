@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from stoker.machine import Machine
+from stoker.machine import Machine, onednn
 from stoker.machine.load import Load, between
 from stoker.machine.rates import Rates, TrainingStep
 from stoker.machine.software import Software, Torch
@@ -67,6 +67,26 @@ def test_unused_bf16_units_are_a_warning(recorded: Recorded) -> None:
     assert "bf16 0.3, fp32 4,000" in judge(recorded("genoa"), rates=replace(RATES, bf16_all=0.3))["precision"].text
     fast = judge(recorded("genoa"), rates=replace(RATES, bf16_all=9000.0))["precision"]
     assert (fast.level, fast.action) == ("good", "Use bf16.")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "units"),
+    [
+        ("brg_matmul:avx10_1_512_amx", "AMX-BF16"),
+        ("brg_matmul:avx512_core_amx", "AMX-BF16"),
+        ("brg_matmul:avx512_core_bf16", "AVX512-BF16"),
+        ("brg_matmul:avx10_1_512", "AVX512-BF16"),
+        ("brg_matmul:avx2_vnni_2", None),
+        ("gemm:jit:bf16", None),
+        ("ref:any", None),
+        (None, None),
+    ],
+)
+def test_units_are_named_as_onednn_says(kernel: str | None, units: str | None, recorded: Recorded) -> None:
+    assert onednn.units_of(kernel) == units
+    software = replace(SOFTWARE, torch=replace(TORCH, bf16_kernel=kernel))
+    found = judge(recorded("sapphire_rapids_2"), software=software)["precision"].text
+    assert f"itself ({units or 'AMX-BF16'})" in found  # without an answer, what the flags say
 
 
 def step(fp32: float, bf16: float) -> TrainingStep:

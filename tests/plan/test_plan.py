@@ -11,11 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import BertConfig, BertForQuestionAnswering
 
 from stoker.cli import main
 from stoker.cli.plan import node_counts
 from stoker.errors import UserError
-from stoker.plan import link_rates
+from stoker.hf.step_cost import StepCost
+from stoker.machine.processes import REFERENCE
+from stoker.plan import link_rates, predicted_node
 from stoker.plan.advice import Job, accumulation, plan, table
 from stoker.plan.cost_model import PARTS, Collectives, Network, Node, Setup, predict
 from stoker.plan.gradient_times import GradientTimes
@@ -34,6 +37,15 @@ def test_networks_are_parsed_by_their_rate(text: str, gbit: float) -> None:
 def test_an_invalid_rate_is_rejected(text: str) -> None:
     with pytest.raises(UserError, match="is not a rate"):
         Network.parse(text)
+
+
+def test_the_model_of_processes_per_machine_has_the_cost_of_a_step_of_bert() -> None:
+    with torch.device("meta"):
+        cost = StepCost.of(BertForQuestionAnswering(BertConfig()))
+    assert cost.weights * 6 / 0.92 == pytest.approx(REFERENCE.flops, rel=0.02)
+    assert cost.moved_per_token == pytest.approx(REFERENCE.moved_per_token, rel=0.02)
+    assert cost.moved_per_batch + cost.moved_per_update == pytest.approx(REFERENCE.moved_per_process, rel=0.02)
+    assert predicted_node.EXCHANGED * cost.trained == pytest.approx(REFERENCE.exchanged, rel=0.02)
 
 
 def test_a_local_sgd_step_is_the_nodes_step_and_a_share_of_one_exchange() -> None:

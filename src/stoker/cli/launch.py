@@ -53,8 +53,8 @@ def parse(argv: list[str]) -> Options:
 def _set_fields(found: dict[str, Any]) -> None:
     """Turns the values of flags into the fields of `Options`. The flag of a field itself overrides others that set it."""
     per_machine, instances = found["per_machine"], found["ninstances"]
-    if per_machine and instances and (per_machine,) != instances:
-        raise UserError(f"-ppn {per_machine} and --ninstances {instances[0]} contradict each other; give one")
+    if per_machine is not None and instances and (per_machine,) != instances:
+        raise UserError(f"-ppn {per_machine or 'auto'} and --ninstances {instances[0]} contradict each other; give one")
     ignored = [option for name, option in OTHER_FLAGS.items() if option.ignored is not None and found.pop(name)]
     found["notes"] = tuple(option.note for option in ignored if option.note)
     for name, option in command_line().items():

@@ -120,7 +120,8 @@ def header() -> Header:
 
 def _key(installed: Installation) -> str:
     stat = installed.library.stat()
-    sources = ((SOURCES / "oneccl.cpp").read_text(), header().digest, native.header().digest)
+    own = [(SOURCES / name).read_text() for name in ("oneccl.cpp", "communication_cpus.h")]
+    sources = (*own, header().digest, native.header().digest)
     parts = (*sources, str(installed.library), str(stat.st_size), str(stat.st_mtime_ns))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

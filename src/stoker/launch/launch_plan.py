@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from stoker.english import counted
 from stoker.errors import UserError
 from stoker.hf.secrets import HIDDEN, is_secret, without_secrets
-from stoker.launch.options import Options
+from stoker.launch.options import AUTOMATIC, Options
 from stoker.launch.placement import binding
 from stoker.launch.placement.divide_cores import Placement
 from stoker.launch.placement.hostfile import Host
@@ -23,7 +23,17 @@ from stoker.machine.tree import format_cpu_list
 if TYPE_CHECKING:
     from stoker.launch.launchers.mpi import Mpirun
 
-__all__ = ["DEFAULT_PORT", "Launcher", "Plan", "PlannedRank", "check_size", "counts", "place_ranks", "show"]
+__all__ = [
+    "DEFAULT_PORT",
+    "Launcher",
+    "Plan",
+    "PlannedRank",
+    "check_is_number",
+    "check_size",
+    "counts",
+    "place_ranks",
+    "show",
+]
 
 DEFAULT_PORT = 29500
 _MOST, _MOST_LOCAL = 65536, 4096
@@ -86,6 +96,7 @@ def counts(options: Options) -> tuple[int, int, int]:
     """Processes in all, on each machine, and machines."""
     machines = options.num_machines or 1
     total = options.num_processes
+    check_is_number(options)
     if total == -1:
         raise UserError(
             "num_processes is -1 in the config file, which leaves it to the command line; add --num_processes N"
@@ -105,6 +116,14 @@ def counts(options: Options) -> tuple[int, int, int]:
         )
     check_size(total, local)
     return total, local, machines
+
+
+def check_is_number(options: Options) -> None:
+    if options.per_machine == AUTOMATIC:
+        raise UserError(
+            "-ppn auto needs to see the machine that runs the processes; with a hostfile, --launcher slurm or --emit, give a "
+            "number (`stoker doctor` on that machine suggests one)"
+        )
 
 
 def check_size(total: int, local: int) -> None:
@@ -145,11 +164,14 @@ def _show_placement(share: Placement | None, settings: Settings) -> list[str]:
     if share is None:
         return ["  cores    decided there" if settings.bind != "none" else "  cores    not pinned"]
     workers = [f"  workers  {format_cpu_list(share.worker_cpus)}"] if share.worker_cpus else []
+    # Also empty where a cpuset allows the memory of one node only.
     memory = f"node {format_cpu_list(share.nodes)}" if share.nodes else "not bound (one NUMA node)"
+    siblings = [f"  ccl      {format_cpu_list(share.siblings)}"] if share.siblings and not share.worker_cpus else []
     return [
         f"  cores    {format_cpu_list(share.cpus)}",
         *workers,
-        f"  memory   {memory}",
+        *siblings,
+        f"  memory   {memory}{', spread evenly' * share.spread}",
         f"  threads  {share.threads}",
     ]
 

@@ -124,6 +124,14 @@ def truth(value: Any) -> bool:
     raise argparse.ArgumentTypeError(f"{value!r} must be true or false")
 
 
+AUTOMATIC = 0
+"""As a number of processes: as many as suit the machine that runs them (`stoker.machine.processes`)."""
+
+
+def count_or_auto(text: str) -> int:
+    return AUTOMATIC if text.strip().lower() == "auto" else count(text)
+
+
 def parse_nodes(text: str) -> tuple[int, ...]:
     """`0,2-3`, the format of ipexrun's --nodes-list."""
     found: list[int] = []
@@ -260,7 +268,8 @@ class LaunchOptions(RankOptions):
         "-n -np --num_processes N", PROCESSES, "processes on all machines together", count, config="num_processes")
     """-1, only from a config file: to be given on the command line."""
     per_machine: int | None = option(
-        "-ppn -perhost --nproc_per_node --nprocs_per_node N", PROCESSES, "processes per machine", count)
+        "-ppn -perhost --nproc_per_node --nprocs_per_node N", PROCESSES,
+        "processes per machine; auto: as many as its NUMA nodes suggest", count_or_auto)
     launcher: str | None = option(
         "--launcher", PROCESSES, "auto: mpirun with a hostfile, otherwise torchrun's elastic agent",
         choices=_LAUNCHERS, config="stoker_config.launcher", unset="auto")

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,12 +28,10 @@ from stoker import streams
 from stoker.comm import gloo_exit
 from stoker.distributed import job_store
 from stoker.distributed.lost_rank import is_joining
-from stoker.english import counted
 from stoker.errors import UserError
 from stoker.hf.checkpointing import command
 from stoker.launch.launchers.job_secret import job_secret
 from stoker.launch.placement import binding, slurm_cores
-from stoker.launch.placement.divide_cores import Oversubscribed
 from stoker.launch.rank import allocators, exchange, handover, hints, keeper, output, own_address
 from stoker.launch.rank.environment import Rank, discover
 from stoker.launch.rank.rank_settings import Settings
@@ -262,21 +260,11 @@ def _bind(settings: Settings, rank: Rank | None) -> None:
     machine = Machine.read()
     if rank is not None and rank.launcher == "Slurm":
         settings, local_rank, local_size = slurm_cores.task_share(settings, rank, machine, os.environ)
-    notes = []
-    try:
-        placement, note = binding.choose(settings, machine, local_rank, local_size, os.environ)
-    except Oversubscribed as error:
-        if settings.outer_launcher is None:
-            raise
-        # Whoever started the processes has decided how many there are.
-        notes.append(f"{counted(local_size, 'process')} share this machine's cores, and will be slow: {error.shortage}")
-        settings = replace(settings, oversubscribe=True)
-        given = {**os.environ, "OMP_NUM_THREADS": ""}  # it was for more cores
-        placement, note = binding.choose(settings, machine, local_rank, local_size, given)
+    placement, notes = binding.choose_in_rank(settings, machine, local_rank, local_size, os.environ)
     if placement is None:
         return
     os.environ.update(binding.thread_variables(placement))
-    notes += [*filter(None, [note]), *binding.bind(placement)]
+    notes += binding.bind(placement)
     if rank is None or rank.rank == 0:
         for line in notes:
             print(f"stoker: {line}", file=sys.stderr)

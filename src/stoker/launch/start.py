@@ -18,11 +18,12 @@ from stoker.launch.launchers.local import Single, become
 from stoker.launch.launchers.mpirun import MpirunLauncher
 from stoker.launch.launchers.slurm import Slurm
 from stoker.launch.launchers.torchrun import Torchrun
-from stoker.launch.options import Options
+from stoker.launch.options import AUTOMATIC, Options
 from stoker.launch.rank import handover
 from stoker.launch.rank.environment import Rank, discover
 from stoker.launch.rank.rank_settings import Settings
 from stoker.machine import Machine
+from stoker.machine.processes import best_division
 
 __all__ = ["LAUNCHERS", "make_plan", "start", "with_launch_command"]
 
@@ -69,6 +70,8 @@ def start(options: Options) -> int:
 
 def make_plan(options: Options, machine: Machine, environment: Mapping[str, str]) -> tuple[Launcher, Plan]:
     """The launcher for these options, and what it would do."""
+    if options.per_machine == AUTOMATIC and not options.hostfile and options.launcher != "slurm":
+        options = replace(options, per_machine=best_division(machine, options.nodes).processes)
     launcher = next(one for one in LAUNCHERS if one.accepts(options))
     elastic = launcher.name == "torchrun" and options.launcher in (None, "auto", "torchrun")
     if options.min_machines is not None and not elastic:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from stoker.english import counted
 from stoker.machine.facts import Machine
+from stoker.machine.onednn import units_of
 from stoker.machine.peak import Share, share_of_peak
 from stoker.machine.rates import Rates
 from stoker.machine.software import Software
@@ -177,6 +178,9 @@ def _software_rows(software: Software) -> list[Row]:
     allocators = [f"{found.name} {'loaded' if found.loaded else found.path}" for found in software.allocators]
     rows.append(("allocators", ", ".join(allocators) or "glibc only"))
     if torch:
+        if torch.bf16_kernel:
+            units = units_of(torch.bf16_kernel)
+            rows.append(("bf16", f"products by oneDNN's {torch.bf16_kernel}" + (f" ({units})" if units else "")))
         rows.append(("backends", ", ".join(torch.backends) or "none"))
     launchers = [
         " ".join(filter(None, (found.program, f"({found.kind})" * (found.kind != found.program), found.version)))

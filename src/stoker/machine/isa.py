@@ -39,6 +39,15 @@ ARM_SETS: dict[str, str] = {
 }
 
 
+# oneDNN 3.12, which is in torch 2.13, uses AMX only together with all of these. Virtual machines may hide some, and then it uses
+# AVX512-BF16. `stoker.machine.onednn` asks oneDNN itself.
+_USED_WITH = {
+    "AMX-BF16": frozenset({"AMX-TILE", "AVX512-FP16", "AVX-VNNI"}),
+    "AVX512-BF16": frozenset[str](),
+    "SVE-BF16": frozenset[str](),
+    "BF16": frozenset[str](),
+}
+
 _LOWERED_BY = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "STOKER_ISA")
 
 
@@ -59,9 +68,9 @@ class InstructionSets:
 
     @property
     def bf16_units(self) -> str | None:
-        """The units that multiply bf16 numbers; None if the CPU has none and products are computed in fp32."""
-        for name in ("AMX-BF16", "AVX512-BF16", "SVE-BF16", "BF16"):
-            if name in self.present:
+        """The units by which oneDNN multiplies bf16 numbers; None if the CPU has none and products are computed in fp32."""
+        for name, needed in _USED_WITH.items():
+            if name in self.present and needed <= set(self.present):
                 return name
         return None
 

@@ -38,6 +38,8 @@ class Ulimit:
 class Limits:
     affinity: tuple[int, ...] | None
     """CPUs that the scheduler may run this process on."""
+    memory_nodes: tuple[int, ...] | None
+    """NUMA nodes whose memory this process may use."""
     cgroup: Cgroup
     shm_size: int | None
     """Bytes of /dev/shm."""
@@ -52,6 +54,7 @@ def read_limits(tree: Tree) -> Limits:
     chosen = re.search(r"\[(\w+)\]", tree.text("/sys/kernel/mm/transparent_hugepage/enabled") or "")
     return Limits(
         affinity=_affinity(tree),
+        memory_nodes=_allowed(tree, "Mems_allowed_list"),
         cgroup=read_cgroup(tree),
         shm_size=size,
         shm_free=free,
@@ -66,8 +69,12 @@ def _affinity(tree: Tree) -> tuple[int, ...] | None:
             return tuple(sorted(os.sched_getaffinity(0)))
         except OSError:
             pass
-    allowed = re.search(r"^Cpus_allowed_list:\s*(\S+)", tree.text("/proc/self/status") or "", re.M)
-    return parse_cpu_list(allowed[1]) if allowed else None
+    return _allowed(tree, "Cpus_allowed_list")
+
+
+def _allowed(tree: Tree, field: str) -> tuple[int, ...] | None:
+    found = re.search(rf"^{field}:[ \t]*(\S+)", tree.text("/proc/self/status") or "", re.M)
+    return parse_cpu_list(found[1]) if found else None
 
 
 def _shared_memory(tree: Tree) -> tuple[int | None, int | None]:

@@ -52,7 +52,7 @@ def per_cycle(machine: Machine) -> PerCycle | None:
         fp32 = None
     if fp32 is None or "AVX2" not in sets or "FMA" not in sets:
         return None
-    if "AMX-BF16" in sets:
+    if machine.isa.bf16_units == "AMX-BF16":
         return PerCycle(fp32, _AMX_BF16)
     return PerCycle(fp32, 2 * fp32 if "AVX512-BF16" in sets else None)
 

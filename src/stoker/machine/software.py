@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from stoker.machine import onednn
 from stoker.machine.launchers import Launcher, find_launchers
 
 __all__ = ["Allocator", "Software", "Torch", "loaded_openmp", "read_software"]
@@ -57,6 +58,8 @@ class Torch:
     """Its default number of threads."""
     backends: tuple[str, ...]
     """torch.distributed backends for CPU tensors that are available."""
+    bf16_kernel: str | None = None
+    """What oneDNN multiplies bf16 numbers with (`stoker.machine.onednn`)."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def _read_torch() -> tuple[Torch | None, str | None]:
             cuda=torch.version.cuda,
             threads=torch.get_num_threads(),
             backends=tuple(backends),
+            bf16_kernel=onednn.bf16_kernel(),
         ),
         None,
     )

@@ -9,14 +9,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from stoker.english import counted
+from stoker.machine import onednn
 from stoker.machine.facts import Machine
 from stoker.machine.load import Load
+from stoker.machine.processes import best_division
 from stoker.machine.rates import WORTHWHILE_GAIN, Rates, TrainingStep
 from stoker.machine.software import Software
+from stoker.machine.tree import format_cpu_list
 from stoker.machine.version_pairs import find_bad_pairs
 from stoker.requires import release
 
-__all__ = ["Evidence", "Verdict", "processes_and_threads", "verdicts"]
+__all__ = ["Evidence", "Verdict", "verdicts"]
 
 _SMALL_SHM = 512 << 20  # Docker gives 64 MB; one batch of activations between DataLoader workers is tens of MB
 _FEW_FILES = 1024
@@ -66,8 +69,8 @@ def verdicts(evidence: Evidence) -> tuple[Verdict, ...]:
 def _precision(evidence: Evidence) -> Verdict:
     rates = evidence.rates
     if rates and rates.step:
-        return _measured_precision(evidence.machine, rates, rates.step)
-    units = evidence.machine.isa.bf16_units
+        return _measured_precision(evidence, rates, rates.step)
+    units = _bf16_units(evidence)
     if units and rates and rates.fastest_dtype == "fp32":
         return _units_not_reached(units, rates, "")
     products = _products(rates)
@@ -80,10 +83,16 @@ def _precision(evidence: Evidence) -> Verdict:
     return Verdict("precision", "good", f"fp32: {_without_units(rates)}", "Use fp32.")
 
 
-def _measured_precision(machine: Machine, rates: Rates, step: TrainingStep) -> Verdict:
+def _bf16_units(evidence: Evidence) -> str | None:
+    """oneDNN's own answer where torch was asked; else what follows from the CPU's features."""
+    torch = evidence.software.torch if evidence.software else None
+    return onednn.units_of(torch.bf16_kernel if torch else None) or evidence.machine.isa.bf16_units
+
+
+def _measured_precision(evidence: Evidence, rates: Rates, step: TrainingStep) -> Verdict:
     """Judged by the measured training step; the CPU's features only explain it."""
     faster = f"{_which_trains_faster(step)}. "
-    units = machine.isa.bf16_units
+    machine, units = evidence.machine, _bf16_units(evidence)
     if units and rates.fastest_dtype == "fp32" and step.gain < WORTHWHILE_GAIN:
         return _units_not_reached(units, rates, faster)
     if step.gain >= WORTHWHILE_GAIN:
@@ -135,27 +144,19 @@ def _products(rates: Rates | None) -> str:
     return f" (measured products: bf16 {bf16}, fp32 {fp32} GFLOP/s)"
 
 
-def processes_and_threads(machine: Machine) -> tuple[int, int]:
-    """The number of processes, and of threads in each: one process per NUMA node, one thread per fast core, within the quota."""
-    per_node: dict[int, int] = {}
-    for core in machine.fast_cores:
-        per_node[core.node] = per_node.get(core.node, 0) + 1
-    total = machine.usable_threads
-    if len(per_node) < 2:
-        return 1, total
-    smallest = min(per_node.values())
-    # If the quota is less than all nodes: as few processes as needed, each within one node.
-    processes = min(len(per_node), -(-total // smallest))
-    return processes, min(smallest, total // processes)
-
-
 def _processes(evidence: Evidence) -> Verdict:
     machine = evidence.machine
-    processes, threads = processes_and_threads(machine)
+    division = best_division(machine)
+    processes, threads = division.processes, division.threads
     count = f"{counted(processes, 'process')} with {counted(threads, 'thread')}"
     reasons = []
-    if processes > 1:
-        reasons.append("one process per NUMA node, so that each uses local memory")
+    if processes > 1 and division.nodes == 1:
+        reasons.append("each process within one NUMA node, so that it uses local memory")
+    elif processes > 1:
+        reasons.append(
+            f"each process on {division.nodes} neighbouring NUMA nodes, because more processes would copy more weights than "
+            "local memory saves"
+        )
     if machine.quota is not None and machine.quota < len(machine.fast_cores):
         reasons.append(f"no more than the quota of {machine.quota:g} CPUs")
     else:
@@ -170,7 +171,7 @@ def _processes(evidence: Evidence) -> Verdict:
         "processes",
         "good",
         f"{count}{' each' * (processes > 1)}: {'; '.join(reasons)}{' (already set)' * already_set}.",
-        None if already_set else f"OMP_NUM_THREADS={threads}",
+        None if already_set else f"stoker launch -ppn {processes}" if processes > 1 else f"OMP_NUM_THREADS={threads}",
     )
 
 
@@ -230,6 +231,16 @@ def _memory(machine: Machine) -> Iterator[Verdict]:
             "/dev/shm",
             f"/dev/shm has only {shm >> 20} MB; DataLoader workers and the processes of one machine exchange data through it.",
             "Start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory at /dev/shm).",
+        )
+    far = [node for node in machine.nodes if not node.cpus and node.memory]
+    if far and machine.cpus:
+        yield Verdict(
+            "memory without CPUs",
+            "advice",
+            f"NUMA node{'s' * (len(far) > 1)} {format_cpu_list(node.number for node in far)} {'have' if len(far) > 1 else 'has'} "
+            f"{sum(node.memory or 0 for node in far) / 2**30:.0f} GB of memory and no CPUs (HBM, CXL or the memory of a GPU): "
+            "no process runs there, and bound processes do not use that memory.",
+            "For HBM, choose cache mode in the firmware." if machine.model.vendor == "GenuineIntel" else None,
         )
     limit, total = machine.limits.cgroup.memory_limit, machine.memory_total
     if limit is not None and total is not None and limit < total:

@@ -13,12 +13,12 @@ from stoker.machine.rates import Rates
 from stoker.plan.cost_model import Collectives, Node
 from stoker.plan.subject import Subject, ready_last
 
-__all__ = ["MachineRates", "predict_node"]
+__all__ = ["EXCHANGED", "MachineRates", "predict_node"]
 
 _SOCKET = 200e9
 """Bytes per second: about what a server's memory gives, with eight channels. Cores of a larger machine share it."""
 _CORES_PER_PROCESS = 16
-_EXCHANGED = 12
+EXCHANGED = 12
 """Bytes that each process moves per gradient to sum those of one machine in shared memory: write, read, read the sum."""
 
 
@@ -64,7 +64,7 @@ def predict_node(
     share = Rows(rows.tokens / processes, rows.pairs / processes, rows.labelled / processes)
     step = cost.seconds(share, Speed(machine.flops / processes, machine.bytes / processes))
     if processes > 1:
-        step += _EXCHANGED * cost.trained * processes / machine.bytes
+        step += EXCHANGED * cost.trained * processes / machine.bytes
     return Node(
         step=step, processes=processes, parameters=cost.trained, collectives=collectives, cores=machine.cores,
         last=ready_last(model), tokens=float(lengths.sum()),

@@ -33,11 +33,15 @@ class Shape:
     siblings: Callable[[int], tuple[int, ...]] = lambda cpu: (cpu,)
     nodes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     node_memory_kb: int = 0
+    other_memory_kb: dict[int, int] = field(default_factory=dict)
+    """Of nodes whose memory differs from `node_memory_kb`."""
     distances: Callable[[int, int], int] = lambda a, b: 10 if a == b else 21
     caches: tuple[CacheShape, ...] = ()
     memory_kb: int = 0
     allowed: str | None = None
     """Cpus_allowed_list; all CPUs without it."""
+    memory_nodes: str | None = None
+    """Mems_allowed_list; all nodes without it."""
     files: dict[str, str] = field(default_factory=dict)
     """Anything else, by absolute path."""
 
@@ -57,9 +61,11 @@ def lay_out(shape: Shape, root: Path) -> Path:
     everything = tuple(range(shape.cpus))
     write(root, "/proc/cpuinfo", "\n".join(_paragraph(shape, cpu) for cpu in everything))
     write(root, "/proc/meminfo", _meminfo(shape.memory_kb))
-    write(
-        root, "/proc/self/status", f"Name:\tpython3\nCpus_allowed_list:\t{shape.allowed or kernel_list(everything)}\n"
+    cpus, memory = (
+        shape.allowed or kernel_list(everything),
+        shape.memory_nodes or kernel_list(tuple(shape.nodes or (0,))),
     )
+    write(root, "/proc/self/status", f"Name:\tpython3\nCpus_allowed_list:\t{cpus}\nMems_allowed_list:\t{memory}\n")
     write(root, "/proc/self/limits", _LIMITS)
     write(root, "/sys/devices/system/cpu/online", kernel_list(everything) + "\n")
     write(root, "/sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
@@ -70,7 +76,8 @@ def lay_out(shape: Shape, root: Path) -> Path:
         write(root, f"{where}/cpulist", kernel_list(cpus) + "\n")
         distances = " ".join(str(shape.distances(node, other)) for other in shape.nodes)
         write(root, f"{where}/distance", distances + "\n")
-        total, free = shape.node_memory_kb, shape.node_memory_kb - 4096
+        total = shape.other_memory_kb.get(node, shape.node_memory_kb)
+        free = max(total - 4096, 0)
         lines = (f"Node {node} MemTotal:       {total} kB", f"Node {node} MemFree:        {free} kB")
         write(root, f"{where}/meminfo", "\n".join(lines) + "\n")
     for path, text in shape.files.items():

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <thread>
 
+#include "communication_cpus.h"
 #include "result_work.h"
 #include "stoker.h"
 #include "tensors.h"
@@ -238,6 +239,7 @@ class Messages {
   }
 
   void drive() {
+    move_to_communication_cpus();
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       const int64_t seen = stoker_comm_bell(memory_);

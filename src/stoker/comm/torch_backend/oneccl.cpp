@@ -24,6 +24,7 @@
 #include <string>
 #include <thread>
 
+#include "communication_cpus.h"
 #include "oneccl.h"
 
 namespace {
@@ -70,6 +71,7 @@ class Driver {
 
  private:
   void drive() {
+    move_to_communication_cpus();
     prctl(PR_SET_TIMERSLACK, 1000UL);  // in ns; by default a sleep of 20 us takes 70, too long for a fast network
     int idle = 0;
     for (;;) {

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <thread>
 
+#include "communication_cpus.h"
 #include "result_work.h"
 
 namespace {
@@ -105,6 +106,7 @@ class OperationQueue {
   }
 
   void run_all() {
+    move_to_communication_cpus();
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       change_.wait(lock, [this] { return idle() && (!operations_.empty() || closed_); });

@@ -15,7 +15,7 @@ from stoker.errors import UserError
 from stoker.launch.config.config_file import IN_FILE, Config
 from stoker.launch.placement.divide_cores import place
 from stoker.machine import Machine, network
-from stoker.machine.verdicts import processes_and_threads
+from stoker.machine.processes import processes_and_threads
 
 __all__ = ["QUESTIONS", "RELEASES", "Answers", "Question", "Release", "to_config"]
 

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stoker.errors import UserError
-from stoker.launch.launch_plan import DEFAULT_PORT, Plan, PlannedRank, check_size, counts, handed_over, place_ranks
+from stoker.launch.launch_plan import (
+    DEFAULT_PORT,
+    Plan,
+    PlannedRank,
+    check_is_number,
+    check_size,
+    counts,
+    handed_over,
+    place_ranks,
+)
 from stoker.launch.launchers import mpi, remote_hosts
 from stoker.launch.options import Options
 from stoker.launch.placement import hostfile
@@ -71,6 +80,7 @@ def _plan_hosts(
 ) -> Plan:
     if options.launcher == "torchrun":
         raise UserError("--launcher torchrun takes no hostfile: start `stoker launch --machine_rank N` on each machine")
+    check_is_number(options)
     hosts = hostfile.read(path)
     if options.num_machines is not None:
         if options.num_machines > len(hosts):

@@ -7,6 +7,7 @@ itself (`stoker.launch.placement.binding`).
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,8 +36,12 @@ class Placement:
     worker_cpus: tuple[int, ...]
     """Logical CPUs kept for communication workers."""
     nodes: tuple[int, ...]
-    """NUMA nodes of its cores, to which memory is bound. Empty: nothing to bind."""
+    """NUMA nodes of its cores, or the nearest ones with memory, to which memory is bound. Empty: nothing to bind."""
     threads: int
+    siblings: tuple[int, ...] = ()
+    """The second hardware threads of its cores, which do no arithmetic: threads that communicate run there."""
+    spread: bool = False
+    """Its threads need the cores of several nodes: memory is spread over `nodes` instead of following the first touch."""
 
 
 def place(
@@ -126,10 +131,12 @@ def _shares(cores: list[Core], processes: int, cores_per_process: int | None, wo
                     shares += _split(domain, count)
                 return shares
         if len(domains) > 1 and len(domains) % processes == 0:
-            # Fewer processes than nodes: whole nodes each, next to one another.
+            # Fewer processes than nodes: whole nodes each, next to one another, unless a cpuset cuts them unevenly.
             groups = list(domains.values())
             each = len(groups) // processes
-            return [[core for group in groups[i * each : (i + 1) * each] for core in group] for i in range(processes)]
+            whole = [[core for group in groups[i * each : (i + 1) * each] for core in group] for i in range(processes)]
+            if min(map(len, whole)) >= len(cores) // processes:
+                return whole
     return _split(cores, processes)
 
 
@@ -174,13 +181,34 @@ def _placement(
     computing, kept = (share[:-workers], share[-workers:]) if 0 < workers < len(share) else (share, [])
     places = computing if logical else [dataclasses.replace(core, cpus=core.cpus[:1]) for core in computing]
     cpus = [cpu for core in places for cpu in core.cpus]
+    siblings = () if logical else tuple(sorted(cpu for core in computing for cpu in core.cpus[1:]))
     # Fewer threads than cores may move among them: if pinned to the first ones, two launches would share those.
     count = threads or min(len(cpus), allowed)
-    several_nodes = len([node for node in machine.nodes if node.memory != 0]) > 1
-    nodes = tuple(sorted({core.node for core in computing})) if several_nodes else ()
-    return Placement(
-        rank, tuple(sorted(cpus)), tuple(sorted(c for core in kept for c in core.cpus)), nodes, max(count, 1)
-    )
+    worker_cpus = tuple(sorted(cpu for core in kept for cpu in core.cpus))
+    nodes, count = _memory_nodes(machine, computing), max(count, 1)
+    fits_one_node = count <= max(Counter(core.node for core in computing).values())
+    spread = len(nodes) > 1 and not fits_one_node
+    return Placement(rank, tuple(sorted(cpus)), worker_cpus, nodes, count, siblings, spread)
+
+
+def _memory_nodes(machine: Machine, cores: list[Core]) -> tuple[int, ...]:
+    """The nodes of these cores. Where one has no memory, or the cpuset does not allow its memory, the nearest that has."""
+    allowed = machine.limits.memory_nodes
+    usable = [node for node in machine.nodes if node.memory != 0 and (allowed is None or node.number in allowed)]
+    if len(usable) < 2:
+        return ()
+    place = {node.number: i for i, node in enumerate(machine.nodes)}
+    distances = {node.number: node.distances for node in machine.nodes}
+    numbers = [node.number for node in usable]
+    found = set()
+    for home in {core.node for core in cores}:
+        if home in numbers:
+            found.add(home)
+        elif len(distances.get(home, ())) == len(machine.nodes):
+            found.add(min(numbers, key=lambda number: (distances[home][place[number]], number)))
+        else:  # nobody knows which is near
+            return ()
+    return tuple(sorted(found))
 
 
 def _listed(numbers: Sequence[int]) -> str:
