@@ -159,6 +159,21 @@ def test_a_table_has_six_settings_at_most_and_names_the_others(
     assert "They also differ in optim, bf16 and 1 more; --json shows all." in " ".join(printed.split())
 
 
+def test_a_narrow_terminal_shows_the_settings_that_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        long = {"train_file": f"/a/folder/with/a/long/name/{number}.json", "num_train_epochs": number}
+        log_a_task(tmp_path / f"entities-{number}", "ner", {"f1": 0.5}, learning_rate=number, seed=number, **long)
+    monkeypatch.setattr("stoker.cli.runs._WIDE", 80)
+    assert main(["runs", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    head = next(line for line in printed.splitlines() if "tokens/s" in line)
+    assert head.split()[4:] == ["learning_rate"]
+    assert len(head.rstrip()) <= 80
+    assert "They also differ in train_file, num_train_epochs, seed and" in " ".join(printed.split())
+
+
 def test_the_page_draws_the_curves_over_each_other_and_escapes_names(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,12 +122,14 @@ def _print_tables(found: Sequence[Comparison]) -> None:
 
 
 def _print_table(found: Comparison, console: Any) -> None:
-    """The table with as many settings as fit into the width; the names of the others follow it."""
-    shown = list(found.columns)
+    """The table with the most important settings that fit into the width; the names of the others follow it."""
+    shown: list[str] = []
     table = _table(found, shown)
-    while shown and console.measure(table).minimum > console.width - 2 * len(table.columns):
-        shown.pop()
-        table = _table(found, shown)
+    for name in found.important:
+        wider = _table(found, [*shown, name])
+        if len(shown) < len(found.columns) and console.measure(wider).minimum <= console.width - 2 * len(wider.columns):
+            shown.append(name)
+            table = wider
     console.print(table)
     if note := found.also_differ_in(shown):
         console.print("".join(one if one.isprintable() else "?" for one in note), soft_wrap=True)
