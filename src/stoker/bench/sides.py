@@ -113,7 +113,7 @@ class Side:
             raise SideFailed(_DIED) from None
 
     def end(self, timeout: float | None = None) -> Taken:
-        taken: Taken = self._receive(timeout)
+        taken = Taken(*self._receive(timeout))
         self.cpu_seconds = taken.cpu_seconds
         return taken
 
@@ -199,7 +199,8 @@ def _serve(build: Callable[[], Callable[[Any], Any]], pipe: Connection) -> None:
             seconds = time.perf_counter() - begin
             usage = resource.getrusage(resource.RUSAGE_SELF)
             spent = time.process_time()
-            pipe.send(Taken(seconds, spent, usage.ru_minflt - faults, usage.ru_maxrss * 1024, value))
+            # A tuple, because a class could not be pickled after `benchmarks/train_step.py --before` has removed its module.
+            pipe.send((seconds, spent, usage.ru_minflt - faults, usage.ru_maxrss * 1024, value))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the process that asked has ended
     except Exception as error:
