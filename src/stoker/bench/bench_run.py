@@ -23,57 +23,18 @@ from typing import TextIO
 from stoker.bench import bench_cases, collectives, narrow
 from stoker.bench.bench_cases import CASES, Cores, Kind, Size
 from stoker.bench.bench_results import Allreduce, Disturbance, HostTime, Pair, Results
+from stoker.bench.bench_stages import QUICK, STAGES, Budget, Progress
 from stoker.bench.sides import Measured, Side, SideFailed, Taken, without_interrupts
 from stoker.english import counted, duration
 from stoker.machine import Machine, load
 from stoker.machine.isa import lowered_by
 from stoker.machine.network import free_port
 
-__all__ = ["STAGES", "Budget", "Progress", "run"]
+__all__ = ["rank_cores", "run", "thread_counts"]
 
 Note = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How long a run takes, and how large its models are."""
-
-    size: Size
-    rounds: tuple[int, int]
-    """At least and at most of a comparison; a round is one step of every side."""
-    seconds: dict[str, float]
-    """Of timed steps, by stage; two thirds of a stage on a slow machine, as processes start and warm up besides."""
-    megabytes: int
-    """Of the large allreduce."""
-    sweep_rounds: tuple[int, int]
-
-    def expected(self, stage: str) -> float:
-        """Seconds of the whole stage, until others have shown how fast this machine is."""
-        return 1.5 * self.seconds[stage] + (10.0 if stage in CASES else 5.0)
-
-
-STAGES = {
-    "bert-qa": "BERT-base QA, stock against Stoker",
-    "embeddings": "MiniLM embeddings, stock against Stoker",
-    "lora": "SmolLM2 LoRA, stock against Stoker",
-    "host": "host time of narrow models",
-    "threads": "1 to all threads",
-    "allreduce": "allreduce, gloo against ccl",
-}
-FULL = Budget(
-    "full",
-    (3, 40),
-    {"bert-qa": 60.0, "embeddings": 40.0, "lora": 60.0, "host": 12.0, "threads": 110.0, "allreduce": 15.0},
-    400,
-    (2, 10),
-)
-QUICK = Budget(
-    "quick",
-    (2, 10),
-    {"bert-qa": 7.0, "embeddings": 5.0, "lora": 6.0, "host": 2.0, "threads": 12.0, "allreduce": 2.0},
-    100,
-    (1, 3),
-)
 HOST_CASES = ("bert", "llama-lora")
 _SHARE = 0.9
 """Of the free memory that may be used; the rest is for buffers that grow with the number of threads."""
@@ -83,53 +44,6 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OMP_THRE
                      "KMP_AFFINITY", "MKL_NUM_THREADS")  # fmt: skip
 _PRELOAD = ["torch", "transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama", "peft",
             "stoker.model"]  # fmt: skip
-
-
-class Progress:
-    """One line for each stage, and on a terminal one below it that shows what it is doing."""
-
-    def __init__(self, stages: Sequence[str], budget: Budget, stream: TextIO) -> None:
-        self._expected = {stage: budget.expected(stage) for stage in stages}
-        self._stream = stream
-        self._number = 0
-        self._total = len(stages)
-        self._began = time.monotonic()
-        self._planned = self._spent = 0.0
-        self._drawn = False
-
-    def begin(self, stage: str) -> None:
-        self._number += 1
-        self._stage, self._began = stage, time.monotonic()
-        self._line(f"[{self._number}/{self._total}] {STAGES[stage]} (about {duration(self._left())} left)")
-
-    def _left(self) -> float:
-        """The time planned for the stages left, corrected by how long the finished ones took."""
-        ratio = (self._spent + 20.0) / (self._planned + 20.0)
-        left = ratio * sum(self._expected.values())
-        return max(10.0 * round(left / 10.0), 10.0) if left < 120 else 60.0 * round(left / 60.0)
-
-    def now(self, text: str) -> None:
-        if self._stream.isatty():
-            print(f"\r\x1b[2K      {text[:70]}", end="", file=self._stream, flush=True)
-            self._drawn = True
-
-    def end(self, found: str) -> None:
-        took = time.monotonic() - self._began
-        self._planned += self._expected.pop(self._stage)
-        self._spent += took
-        self._line(f"      {found} ({duration(took)})")
-
-    def note(self, text: str) -> None:
-        self._line(f"      {text}")
-
-    def _line(self, text: str) -> None:
-        self.clear()
-        print(text, file=self._stream, flush=True)
-
-    def clear(self) -> None:
-        if self._drawn:
-            print("\r\x1b[2K", end="", file=self._stream, flush=True)
-            self._drawn = False
 
 
 @dataclass
@@ -434,7 +348,7 @@ def _sweep(bench: Bench) -> str:
                 if cost > max(end - time.monotonic(), total):
                     left = ", ".join(str(count) for count in reversed(counts[place:]))
                     bench.note(
-                        f"Steps with {left} of {counts[0]} threads are left out: they would take {duration(cost)}."
+                        f"Left out of {counts[0]} threads: {left}. A measurement would take {duration(cost)} or more."
                     )
                     break
             pair = Pair("threads", case.title, "fp32", "stock", threads, case.shown_layers(size))

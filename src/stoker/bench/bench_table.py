@@ -9,7 +9,7 @@ from stoker.bench.bench_cases import CASES
 from stoker.bench.bench_results import Pair, Results, machine_lines
 from stoker.english import counted
 
-__all__ = ["markdown", "time_text"]
+__all__ = ["markdown", "size_text", "time_text"]
 
 WIDTH = 80
 
@@ -133,7 +133,7 @@ def _sweep(results: Results) -> str:
 def _allreduce(results: Results) -> str:
     rows = [
         (
-            _size(one.bytes),
+            size_text(one.bytes),
             time_text(one.seconds["gloo"]),
             time_text(one.seconds["ccl"]),
             f"{one.faster:.1f}x" + _mark(one.disturbance.disturbs),
@@ -160,7 +160,7 @@ def _mark(disturbed: bool) -> str:
     return " (!)" if disturbed else ""
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     return f"{count / 1e6:.0f} MB" if count >= 1_000_000 else f"{count / 1000:.0f} KB"
 
 

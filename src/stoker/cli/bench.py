@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stoker import streams
+from stoker.bench.bench_stages import FULL, QUICK, STAGES
 from stoker.cli import parsing
 from stoker.errors import UserError, first_line
 
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from stoker.bench.bench_results import Results
 
 __all__ = ["main"]
-
-STAGES = ("bert-qa", "embeddings", "lora", "host", "threads", "allreduce")
 
 _EXAMPLES = """examples:
   stoker bench                                everything, about ten minutes; files in stoker-bench/
@@ -59,10 +59,15 @@ def main(argv: list[str]) -> int:
     parsing.require_transformers("stoker bench", extra="hf")
     streams.keep_running(output=False)
 
-    from stoker.bench.bench_run import FULL, QUICK, run
+    from stoker.bench.bench_run import run
 
     stages = [stage for stage in STAGES if options.case is None or stage in options.case]
-    results = run(stages, QUICK if options.quick else FULL, sys.stderr, lambda found: write(found, folder))
+    # `timeout` and batch systems end a command by SIGTERM: it keeps what was measured, too.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        results = run(stages, QUICK if options.quick else FULL, sys.stderr, lambda found: write(found, folder))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     written = write(results, folder, plot=True)
     from stoker.bench.bench_table import markdown
 
