@@ -205,6 +205,15 @@ def test_a_side_that_fails_is_a_note_with_a_log_and_the_rest_goes_on(world: Worl
     assert world.started == world.closed
 
 
+def test_an_installation_that_does_not_work_is_one_sentence(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.fails = "loads"
+    assert main(["bench", "--out", str(tmp_path)]) == 2
+    written = capsys.readouterr().err
+    assert written == "stoker bench cannot measure here: RuntimeError: no luck; `stoker selftest` says more\n"
+
+
 def test_numbers_of_threads_that_would_take_too_long_are_left_out(world: World) -> None:
     world.step_seconds = 100.0
     results, _ = run(["threads"])

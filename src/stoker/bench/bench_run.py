@@ -26,6 +26,7 @@ from stoker.bench.bench_results import Allreduce, Disturbance, HostTime, Pair, R
 from stoker.bench.bench_stages import QUICK, STAGES, Budget, Progress
 from stoker.bench.sides import Measured, Side, SideFailed, Taken, without_interrupts
 from stoker.english import counted, duration
+from stoker.errors import UserError
 from stoker.machine import Machine, load
 from stoker.machine.isa import lowered_by
 from stoker.machine.network import free_port
@@ -195,8 +196,13 @@ def _standard_error(descriptor: int) -> Iterator[None]:
 def _start(bench: Bench) -> None:
     """Imports torch and transformers once, and notes what would distort figures."""
     bench.progress.now("loading torch and transformers")
-    with bench.started({"facts": bench_cases.loads}) as sides:
-        bench.results.facts = sides["facts"].take(0).value
+    try:
+        with bench.started({"facts": bench_cases.loads}) as sides:
+            bench.results.facts = sides["facts"].take(0).value
+    except SideFailed as failure:
+        bench.progress.clear()
+        reason = " ".join(str(failure).split())[:300]
+        raise UserError(f"stoker bench cannot measure here: {reason}; `stoker selftest` says more") from None
     busy = load.current_load()
     if busy and Disturbance.of(busy).disturbs:
         bench.progress.note(

@@ -76,7 +76,7 @@ class Progress:
         """The time planned for the stages left, corrected by how long the finished ones took."""
         ratio = (self._spent + 20.0) / (self._planned + 20.0)
         left = ratio * sum(self._expected.values())
-        return f"{round(left / 60.0)} min" if left > 100.0 else f"{max(10 * round(left / 10.0), 10)} s"
+        return f"{round(left / 60.0)} min" if left >= 90.0 else f"{max(10 * round(left / 10.0), 10)} s"
 
     def now(self, text: str) -> None:
         if self._stream.isatty():
