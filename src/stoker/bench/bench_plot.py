@@ -30,7 +30,7 @@ def draw(results: Results, path: Path) -> None:
     ]
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "stoker", "font.size": 10}):
         rows = (len(panels) + 1) // 2
-        figure = Figure(figsize=(10.5, 0.9 + 3.1 * rows), layout="constrained")
+        figure = Figure(figsize=(10.5, 1.1 + 3.1 * rows), layout="constrained")
         axes = list(figure.subplots(rows, 1 if len(panels) == 1 else 2, squeeze=False).flat)
         for panel, axis in zip(panels, axes, strict=False):
             panel(results, axis)
@@ -38,7 +38,7 @@ def draw(results: Results, path: Path) -> None:
         for axis in axes[len(panels) :]:
             axis.set_visible(False)
         cpu, cores, _ = machine_lines(results.machine, results.versions)
-        figure.suptitle(f"Stoker against stock transformers\n{cpu}; {cores}", fontsize=10.5)
+        figure.suptitle(f"Stoker against stock transformers\n{cpu}\n{cores}", fontsize=10.5)
         figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
@@ -85,6 +85,16 @@ def _threads(results: Results, axis: Any) -> None:
         ("Stoker", _FP32, [pair.stoker.median for pair in pairs]),
     ):
         axis.plot(threads, seconds, marker="o", color=colour, label=name)
+        for count, value in zip(threads, seconds, strict=True):
+            axis.annotate(
+                time_text(value),
+                (count, value),
+                (0, 6),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7,
+                color=colour,
+            )
         ideal = [seconds[0] * threads[0] / count for count in threads]
         axis.plot(threads, ideal, color=colour, linewidth=1, linestyle=":")
     axis.set_xscale("log", base=2)
@@ -92,8 +102,10 @@ def _threads(results: Results, axis: Any) -> None:
     axis.set_xticks(threads)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: time_text(value)))
+    axis.yaxis.set_major_formatter(NullFormatter())  # between 1 and 10 seconds there may be no power of ten
     axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.tick_params(axis="y", which="both", length=0)
+    axis.margins(x=0.12, y=0.15)
     axis.set_xlabel("threads (dotted: divided evenly)", fontsize=9)
     axis.legend(frameon=False, fontsize=9)
     axis.set_title(f"{pairs[0].title}, fp32: seconds per step", loc="left", fontsize=10)

@@ -109,7 +109,7 @@ def _host(results: Results) -> str:
             rows.append(
                 ("" if precision else one.title, precision or "fp32", time_text(stock), time_text(stoker), share)
             )
-    return _table(("model of width 32, one thread", "in", "stock", "Stoker", "Stoker's"), rows, 2)
+    return _table(("model of width 32, one thread", "in", "stock", "Stoker", "Stoker's share"), rows, 2)
 
 
 def _sweep(results: Results) -> str:
