@@ -172,7 +172,12 @@ class Results:
 
     @property
     def disturbed(self) -> list[Disturbance]:
-        everything = [*self.measured_steps, *self.host, *self.measured_sweep, *self.allreduce]
+        everything: list[Pair | HostTime | Allreduce] = [
+            *self.measured_steps,
+            *self.host,
+            *self.measured_sweep,
+            *self.allreduce,
+        ]
         return [one.disturbance for one in everything if one.disturbance.disturbs]
 
     def to_dict(self) -> dict[str, Any]:

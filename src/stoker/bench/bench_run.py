@@ -14,11 +14,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from multiprocessing import forkserver
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from stoker.bench import bench_cases, collectives, narrow
 from stoker.bench.bench_cases import CASES, Cores, Kind, Size
@@ -33,7 +33,7 @@ from stoker.machine.network import free_port
 
 __all__ = ["rank_cores", "run", "thread_counts"]
 
-Note = Callable[[str], None]
+Name = TypeVar("Name", bound=str)
 
 
 HOST_CASES = ("bert", "llama-lora")
@@ -86,7 +86,7 @@ class Bench:
         self.progress.note(text)
 
     @contextlib.contextmanager
-    def started(self, builds: dict[str, Callable[[], Callable[..., object]]]) -> Iterator[dict[str, Side]]:
+    def started(self, builds: Mapping[Name, Callable[[], Callable[..., object]]]) -> Iterator[dict[Name, Side]]:
         """Processes for these sides, built at the same time; all have ended after this block."""
         try:
             for build in builds.values():
@@ -117,7 +117,7 @@ class Bench:
 
 
 def run(
-    stages: Sequence[str], budget: Budget, stream: TextIO, save: Callable[[Results], None] = lambda results: None
+    stages: Sequence[str], budget: Budget, stream: TextIO, save: Callable[[Results], object] = lambda results: None
 ) -> Results:
     """Runs the stages and returns what they measured; `save` is called after each. Ctrl-C ends it early."""
     machine = Machine.read()  # before any thread runs
@@ -265,7 +265,7 @@ def _in_turn(bench: Bench, name: str, group: list[tuple[Pair, tuple[Kind, Kind]]
     cores, size = bench.cores_for(bench.threads), bench.budget.size
     builds = {kind: functools.partial(bench_cases.train, name, kind, cores, size) for kind in kinds}
     bench.progress.now(f"building {counted(len(kinds), 'model')}")
-    with bench.started(dict(builds)) as sides:
+    with bench.started(builds) as sides:
         round_seconds = 0.0
         for kind, side in sides.items():
             # Stoker chooses an engine for each new shape of a product; stock has nothing to choose.
@@ -332,9 +332,10 @@ def _sweep(bench: Bench) -> str:
     if len(counts) == 1:
         bench.note("Only one thread can be used, so there is nothing to compare with it.")
         return "left out"
-    case, size, kinds = CASES["bert-qa"], bench.budget.size, ("stock", "stoker")
+    case, size = CASES["bert-qa"], bench.budget.size
+    kinds: tuple[Kind, Kind] = ("stock", "stoker")
     free = bench.free_memory()
-    need = sum(case.need(kind, size) for kind in ("stock", "stoker"))  # type: ignore[arg-type]
+    need = sum(case.need(kind, size) for kind in kinds)
     if free is not None and need > _SHARE * free:
         bench.note(
             f"1 to all threads are left out: they need about {need / 1e9:.0f} GB of memory, and {free / 1e9:.1f} GB are free."
@@ -346,7 +347,7 @@ def _sweep(bench: Bench) -> str:
     end = time.monotonic() + total
     pair: Pair | None = None
     bench.progress.now("building 2 models")
-    with bench.started(dict(builds)) as sides:
+    with bench.started(builds) as sides:
         for place, threads in enumerate(counts):
             if pair is not None:
                 slower = pair.threads / threads
@@ -367,9 +368,9 @@ def _sweep(bench: Bench) -> str:
     return f"Stoker {done[0].stoker.median / done[-1].stoker.median:.1f}x from {done[0].threads} to {done[-1].threads} threads"
 
 
-def _count(bench: Bench, pair: Pair, sides: dict[str, Side], seconds: float) -> None:
+def _count(bench: Bench, pair: Pair, sides: Mapping[Kind, Side], seconds: float) -> None:
     cores = bench.cores_for(pair.threads)
-    steps = {"stock": 1, "stoker": bench_cases.BATCHES}
+    steps: dict[Kind, int] = {"stock": 1, "stoker": bench_cases.BATCHES}
     for kind, side in sides.items():
         for number in range(steps[kind]):
             bench.progress.now(f"{counted(pair.threads, 'thread')}, warming up: {kind}")
@@ -413,7 +414,7 @@ def _allreduce(bench: Bench) -> str:
     }
     bench.progress.now("building the ccl backend, if it is not yet there")
     large = bench.budget.megabytes * 1_000_000 if bench.budget.size != "tiny" else 100_000
-    with bench.started(dict(builds)) as sides:
+    with bench.started(builds) as sides:
         for nbytes in (large, 4096):
             bench.progress.now(f"{nbytes:,} bytes")
             once = sum(_together(sides, (nbytes, 1)).values())
@@ -426,7 +427,7 @@ def _allreduce(bench: Bench) -> str:
     return ", ".join(f"{one.faster:.1f}x as fast as gloo" for one in bench.results.allreduce)
 
 
-def _together(sides: dict[str, Side], asked: tuple[int, int]) -> dict[str, float]:
+def _together(sides: Mapping[str, Side], asked: tuple[int, int]) -> dict[str, float]:
     """The answer of the first of all ranks. When one fails, the others would wait for it: then all are ended."""
     for side in sides.values():
         side.begin(asked)

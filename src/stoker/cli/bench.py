@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -65,10 +66,10 @@ def main(argv: list[str]) -> int:
     # `timeout` and batch systems end a command by SIGTERM: it keeps what was measured, too.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        results = run(stages, QUICK if options.quick else FULL, sys.stderr, lambda found: write(found, folder))
+        results = run(stages, QUICK if options.quick else FULL, sys.stderr, functools.partial(write, folder))
     finally:
         signal.signal(signal.SIGTERM, before)
-    written = write(results, folder, plot=True)
+    written = write(folder, results, plot=True)
     from stoker.bench.bench_table import markdown
 
     print(json.dumps(results.to_dict(), indent=1) if options.json else markdown(results), end="\n" * options.json)
@@ -91,7 +92,7 @@ def _folder(name: str) -> Path:
     return folder
 
 
-def write(results: Results, folder: Path, plot: bool = False) -> list[str]:
+def write(folder: Path, results: Results, plot: bool = False) -> list[str]:
     """Writes the files; without the plot after each stage, in case the machine does not let it finish."""
     from stoker.bench.bench_table import markdown
     from stoker.whole_files import write_text
