@@ -22,40 +22,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from stoker.bench.collectives import allreduce, in_turns, join
+
 ROOT = Path(__file__).resolve().parent.parent
 QUIET_BARS = {"float32": 5.0, "bfloat16": 5.0, "latency": 5.0, "group": 1.0}
 BUSY_BARS = {"float32": 1.0, "bfloat16": 1.0, "latency": 1.0, "group": 0.0}
 HOSTS_BARS = {"float32": 1.5, "bfloat16": 1.0, "latency": 1.0, "group": 0.0}
 MATRIX_BAR = 1.0
 MATRIX_BYTES = (4 << 10, 64 << 10, 1 << 20, 10_000_000, 100_000_000)
-
-
-def join() -> dict[str, Any]:
-    """This rank's groups, one per backend."""
-    import torch
-    import torch.distributed as dist
-
-    from stoker.comm.registration import register
-
-    register()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    return {name: dist.new_group(backend=name) for name in ("gloo", "ccl")}
-
-
-def in_turns(groups: dict[str, Any], repeats: int, call: Callable[[Any], object]) -> dict[str, float]:
-    """The median time of `call` with each group; the first turn warms up."""
-    import torch.distributed as dist
-
-    seconds: dict[str, list[float]] = {name: [] for name in groups}
-    for turn in range(repeats + 1):
-        for name, group in groups.items():
-            dist.barrier(groups["ccl"])
-            start = time.perf_counter()
-            call(group)
-            if turn:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def work_on_matrix() -> None:
@@ -110,7 +84,7 @@ def work(megabytes: int, rounds: int) -> None:
     )
     for case, label, dtype, count, repeats in cases:
         x = torch.zeros(count, dtype=dtype)  # sums stay the same
-        medians = in_turns(groups, repeats, functools.partial(_allreduce, x))
+        medians = in_turns(groups, repeats, functools.partial(allreduce, x))
         copies = []
         for _ in range(repeats):
             dist.barrier(groups["ccl"])
@@ -124,12 +98,6 @@ def work(megabytes: int, rounds: int) -> None:
         print(json.dumps(["group", "a new group and its first allreduce", 4, medians, 0.0]), flush=True)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _allreduce(x: Any, group: Any) -> None:
-    import torch.distributed as dist
-
-    dist.all_reduce(x, group=group)
 
 
 def new_groups(backends: list[str]) -> dict[str, float]:

@@ -22,28 +22,17 @@ import json
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lengths import ALPACA
 from sides import Measured, Step, measure
-from training_step import LossOf, optimized_step, stock_step
+from training_step import optimized_step, stock_step
 
-Rows = tuple[tuple[int, int], ...]
-"""Tokens of each row, and how many of them, the last ones, have a label."""
+from stoker.bench.decoder_step import Case, Rows, batch, build_model, loss_of
 
-
-@dataclass(frozen=True)
-class Case:
-    title: str
-    model: str
-    lora: bool
-    batches: tuple[Rows, ...]
-    pad_to: int | None = None
-    layers: int | None = None
-    """None: all of the model's."""
-
+__all__ = ["CASES", "Case", "batch", "build_model", "loss_of", "products_alone", "stock", "stoker"]
+# other scripts start from these
 
 # 1,200 tokens in 8 rows that are padded to 512, 60% of them labelled
 CHAT: Rows = ((512, 307), (60, 36), (110, 66), (95, 57), (130, 78), (83, 50), (140, 84), (70, 42))
@@ -55,82 +44,6 @@ CASES = {
     "smollm2-chat": Case("SmolLM2-135M, all weights, 1,200 of 4,096 tokens", "smollm2", False, (CHAT,), 512),
     "one-row": Case("SmolLM2-135M, all weights, one row of 512, all labelled", "smollm2", False, (((512, 512),),)),
 }
-
-
-def build_model(case: Case) -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    if case.model == "smollm2":
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=49152,
-                hidden_size=576,
-                intermediate_size=1536,
-                num_hidden_layers=case.layers or 30,
-                num_attention_heads=9,
-                num_key_value_heads=3,
-                max_position_embeddings=8192,
-                tie_word_embeddings=True,
-            )
-        )
-    else:
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=151936,
-                hidden_size=896,
-                intermediate_size=4864,
-                num_hidden_layers=case.layers or 24,
-                num_attention_heads=14,
-                num_key_value_heads=2,
-                tie_word_embeddings=True,
-            )
-        )
-    if case.lora:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-    return model
-
-
-def batch(case: Case, number: int, flat: bool) -> dict[str, Any]:
-    """Random tokens; padded rows, or one row with restarting positions."""
-    import torch
-
-    rows = case.batches[number % len(case.batches)]
-    generator = torch.Generator().manual_seed(number)
-    texts = [torch.randint(10, 40000, (tokens,), generator=generator) for tokens, _ in rows]
-    labels = [
-        torch.cat([torch.full((len(text) - answer,), -100), text[len(text) - answer :]])
-        for text, (_, answer) in zip(texts, rows, strict=True)
-    ]
-    if flat:
-        for label in labels:
-            label[0] = -100
-        positions = torch.cat([torch.arange(len(text)) for text in texts])
-        return {
-            "input_ids": torch.cat(texts)[None],
-            "labels": torch.cat(labels)[None],
-            "position_ids": positions[None],
-            "use_cache": False,
-        }
-    width = case.pad_to or max(len(text) for text in texts)
-
-    def padded(values: list[Any], fill: int) -> Any:
-        return torch.stack([torch.nn.functional.pad(one, (0, width - len(one)), value=fill) for one in values])
-
-    mask = padded([torch.ones_like(text) for text in texts], 0)
-    return {
-        "input_ids": padded(texts, 0),
-        "labels": padded(labels, -100),
-        "attention_mask": mask,
-        "use_cache": False,
-    }
-
-
-def loss_of(case: Case, flat: bool) -> LossOf:
-    return lambda model, number: model(**batch(case, number, flat)).loss
 
 
 def stock(case: Case, flat: bool = False, autocast: bool = False) -> Step:

@@ -19,30 +19,18 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lengths import MRPC, SQUAD
 from sides import Measured, Step, measure
 from step_profile import shares
-from training_step import LossOf, optimized_step, stock_step
+from training_step import optimized_step, stock_step
 
+from stoker.bench.encoder_step import HEADS, MASKED, MORE, NO_DROPOUT, Case, batch, build_model, loss_of
 
-@dataclass(frozen=True)
-class Case:
-    """A model and a stream of batches."""
-
-    title: str
-    hidden: int
-    layers: int
-    task: str
-    lengths: tuple[tuple[int, ...], ...]
-    pad_to: int | None
-    """What stock pads to; None: the longest of the batch."""
-    family: str = "Bert"
-    """The prefix of its classes in transformers."""
-
+__all__ = ["CASES", "NO_DROPOUT", "Case", "batch", "build_model", "loss_of", "products_alone", "stock", "stoker"]
+# other scripts start from these
 
 CASES = {
     "bert-qa": Case("BERT-base, SQuAD, batch 12, max 384", 768, 12, "qa", SQUAD, 384),
@@ -53,72 +41,6 @@ CASES = {
     "bert-mlm": Case("BERT-base, masked LM, 4 full rows of 512", 768, 12, "mlm", ((512,) * 4,), None),
     "deberta-mrpc": Case("DeBERTa-v3-small, MRPC, batch 16", 768, 6, "classify", MRPC, None, "DebertaV2"),
 }
-HEADS = 12
-MASK_TOKEN = 103
-MORE: dict[str, dict[str, Any]] = {
-    "Bert": {"vocab_size": 30522},
-    "DebertaV2": {  # as microsoft/deberta-v3-small has it
-        "vocab_size": 128100,
-        "type_vocab_size": 0,
-        "relative_attention": True,
-        "position_buckets": 256,
-        "pos_att_type": ["p2c", "c2p"],
-        "share_att_key": True,
-        "norm_rel_ebd": "layer_norm",
-        "position_biased_input": False,
-    },
-}
-"""What the configuration of a family has beside its size."""
-
-
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-"""What makes the losses of all sides equal."""
-HEAD_OF_TASK = {"qa": "QuestionAnswering", "classify": "SequenceClassification", "mlm": "MaskedLM"}
-MASKED = 0.15
-"""The share of tokens that a masked language model is trained to predict."""
-
-
-def build_model(case: Case, dropout: bool = True) -> Any:
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{case.family}Config")(
-        **MORE[case.family],
-        hidden_size=case.hidden,
-        num_hidden_layers=case.layers,
-        num_attention_heads=HEADS,
-        intermediate_size=4 * case.hidden,
-        num_labels=2,
-        **({} if dropout else NO_DROPOUT),
-    )
-    return getattr(transformers, f"{case.family}For{HEAD_OF_TASK[case.task]}")(config)
-
-
-def batch(case: Case, number: int, pad_to: int | None) -> dict[str, Any]:
-    """Random tokens of real lengths."""
-    import torch
-
-    lengths = case.lengths[number % len(case.lengths)]
-    width = pad_to or max(lengths)
-    generator = torch.Generator().manual_seed(number)
-    mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
-    ids = torch.randint(1000, MORE[case.family]["vocab_size"], (len(lengths), width), generator=generator) * mask
-    inputs = {"input_ids": ids, "attention_mask": mask.long()}
-    if case.family == "Bert":
-        inputs["token_type_ids"] = torch.zeros_like(ids)
-    if case.task == "qa":
-        spots = torch.tensor([length // 2 for length in lengths])
-        return {**inputs, "start_positions": spots, "end_positions": spots}
-    if case.task == "mlm":
-        masked = torch.rand(ids.shape, generator=generator) < MASKED
-        labels = ids.masked_fill(~masked | ~mask, -100)
-        return {**inputs, "input_ids": ids.masked_fill(masked & mask, MASK_TOKEN), "labels": labels}
-    return {**inputs, "labels": torch.arange(len(lengths)) % 2}
-
-
-def loss_of(case: Case, pad_to: int | None) -> LossOf:
-    return lambda model, number: model(**batch(case, number, pad_to)).loss
 
 
 def stock(name: str, dynamic: bool = False, autocast: bool = False, dropout: bool = True) -> Step:
@@ -161,6 +83,10 @@ def before(build: Callable[[], Step], source: str, native: str) -> Step:
     """`build` with another version of Stoker: the `src/` folder of its checkout, and the folder of its native libraries."""
     sys.path.insert(0, source)
     os.environ["STOKER_NATIVE_DIR"] = native
+    # What this script itself needs of this version (stoker.bench) is loaded and stays; whatever is imported from here on is the
+    # other version's.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "stoker"]:
+        del sys.modules[name]
     return build()
 
 

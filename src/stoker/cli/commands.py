@@ -22,6 +22,9 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "selftest", "Know your machine", "check that the native library works on this machine", "stoker.cli.selftest"
     ),
+    Command(
+        "bench", "Know your machine", "stock transformers against Stoker here: table, JSON and plot", "stoker.cli.bench"
+    ),
     Command("demo", "Train", "train a small model in about four minutes, without a network", "stoker.cli.demo"),
     Command(
         "train", "Train", "fine-tune a model: question answering, classification, language models", "stoker.cli.train"

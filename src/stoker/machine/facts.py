@@ -126,6 +126,15 @@ class Machine:
         known = [size for size in (self.memory_total, self.limits.cgroup.memory_limit) if size is not None]
         return min(known, default=None)
 
+    @property
+    def free_memory(self) -> int | None:
+        """Bytes that this process can still allocate: what the machine has left, within the container's limit."""
+        cgroup = self.limits.cgroup
+        found = [self.memory_available]
+        if cgroup.memory_limit is not None:
+            found.append(max(cgroup.memory_limit - (cgroup.memory_used or 0), 0))
+        return min((size for size in found if size is not None), default=None)
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Equal for machines that share measurements: same CPU, same topology, same limits."""

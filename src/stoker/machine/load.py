@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from stoker.machine.tree import Tree
@@ -36,32 +36,43 @@ def current_load(seconds: float = 0.2) -> Load | None:
     return between(first, second) if first and second else None
 
 
-def others_during() -> Callable[[], Load | None]:
-    """Starts a measurement; the returned function ends it and returns the load without that of this process."""
+def others_during(
+    own: Callable[[], float] = time.process_time, cpus: Collection[int] | None = None
+) -> Callable[[], Load | None]:
+    """Starts a measurement; the returned function ends it and returns the load without that of this process.
+
+    `own`: the CPU time so far of all processes that are not others; `cpus`: look at these CPUs only.
+    """
     tree = Tree("/")
-    first, begin, own = read_counters(tree), time.perf_counter(), time.process_time()
+    first, begin, before = read_counters(tree, cpus), time.perf_counter(), own()
 
     def end() -> Load | None:
-        second = read_counters(tree)
+        second = read_counters(tree, cpus)
         load = between(first, second) if first and second else None
         if load is None:
             return None
-        mine = (time.process_time() - own) / max(time.perf_counter() - begin, 1e-9)
+        mine = (own() - before) / max(time.perf_counter() - begin, 1e-9)
         return replace(load, busy=max(load.busy - mine, 0.0))
 
     return end
 
 
-def read_counters(tree: Tree) -> tuple[Ticks, int] | None:
-    """The counters of all CPUs together, and the number of CPUs."""
+def read_counters(tree: Tree, cpus: Collection[int] | None = None) -> tuple[Ticks, int] | None:
+    """The counters of all CPUs together, or of `cpus`, and the number of CPUs."""
     lines = (tree.text("/proc/stat") or "").splitlines()
     if not lines or not lines[0].startswith("cpu "):
         return None
+    each = [line for line in lines[1:] if line.startswith("cpu")]
+    if cpus is not None:
+        names = {f"cpu{number}" for number in cpus}
+        each = [line for line in each if line.split()[0] in names]
     try:
-        ticks = tuple(int(field) for field in lines[0].split()[1:9])
+        counters = [[int(field) for field in line.split()[1:9]] for line in (lines[:1] if cpus is None else each)]
     except ValueError:
         return None
-    return (ticks, sum(line.startswith("cpu") for line in lines) - 1) if len(ticks) == 8 else None
+    if not counters or any(len(fields) != 8 for fields in counters):
+        return None
+    return tuple(map(sum, zip(*counters, strict=True))), len(each)
 
 
 def between(first: tuple[Ticks, int], second: tuple[Ticks, int]) -> Load | None:

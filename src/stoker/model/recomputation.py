@@ -75,10 +75,4 @@ def _fit(model: nn.Module, need: float) -> bool:
 
 def free_memory() -> float:
     """Bytes of memory that are free for this process, if all processes of this machine's job take an equal part; 0: unknown."""
-    machine = Machine.read()
-    cgroup = machine.limits.cgroup
-    found = [machine.memory_available]
-    if cgroup.memory_limit is not None:
-        found.append(cgroup.memory_limit - (cgroup.memory_used or 0))
-    known = [size for size in found if size is not None]
-    return max(min(known, default=0), 0) / max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    return (Machine.read().free_memory or 0) / max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
