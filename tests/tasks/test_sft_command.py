@@ -308,7 +308,8 @@ def smollm2() -> Path:
 @pytest.mark.part("tasks")
 @pytest.mark.smollm2
 def test_a_gguf_file_loads_as_a_model_that_can_be_saved(smollm2: Path, tmp_path: Path) -> None:
-    from stoker.tasks.sft.language_model import gguf_file, load_for_chat
+    from stoker.tasks.model_folder import gguf_file
+    from stoker.tasks.sft.language_model import load_for_chat
 
     assert gguf_file(str(smollm2.parent)) == smollm2
     found = load_for_chat(str(smollm2))

@@ -20,6 +20,7 @@ from stoker.kernels.frozen_parameter import FORMS
 from stoker.model.frozen_weights import describe
 from stoker.model.optimize import restore_classes
 from stoker.tasks import hub, training_run
+from stoker.tasks.early_checks import wants_pairs
 from stoker.tasks.faults import Faults
 from stoker.tasks.fresh_models import FreshModels
 from stoker.tasks.loading import most_tokens
@@ -82,8 +83,7 @@ def arguments_of(argv: Sequence[str]) -> Any:
     """The class of TRL's arguments that a command line needs."""
     from stoker.tasks.sft.trl_trainers import DPOArguments, SFTArguments
 
-    off = any(word.lower() in {"--dpo=false", "--no_dpo"} for word in argv)
-    return DPOArguments if given("dpo", list(argv)) and not off else SFTArguments
+    return DPOArguments if wants_pairs(argv) else SFTArguments
 
 
 def main(argv: list[str]) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 from stoker.command_options import options_of
 from stoker.errors import UserError
 from stoker.hf.checkpointing.command import program
-from stoker.hf.checkpointing.same_run import digest_of
 from stoker.hf.secrets import without_secrets
 from stoker.tasks import recipe
 from stoker.tasks.file_patterns import expand
@@ -94,6 +93,8 @@ class SearchCommand:
     @property
     def _contents(self) -> str | None:
         """A hash of data and model, which may change under the same name; None if they are not local files."""
+        from stoker.hf.checkpointing.same_run import digest_of
+
         files: list[Path] = []
         for name in ("train_file", "validation_file"):
             given = self.options.get(name) or []

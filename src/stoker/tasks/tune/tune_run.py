@@ -22,7 +22,7 @@ from stoker.run_report.compare import is_lower_better
 from stoker.run_report.log import NAME as RUN_LOG
 from stoker.tasks import training_run
 from stoker.tasks.display import Display
-from stoker.tasks.training_options import OptionParser
+from stoker.tasks.option_parser import OptionParser
 from stoker.tasks.tune.trials import END, Trials, finite_metric, folder_name, warn_once
 from stoker.tasks.tune.tune_command import IGNORED, SearchCommand, SearchOptions
 from stoker.tasks.tune.tune_results import PAGE, RECIPE, Results
