@@ -61,10 +61,23 @@ class Job:
         if self.args.process_index == 0:
             self.console.print(sentence)
 
+    def announce(self, phase: str) -> None:
+        """Says what takes the next seconds."""
+        self.print(f"{phase} ...")
+
+    def announce_reading(self) -> None:
+        names = [name for split in wanted_splits(self.args) for name in _listed(self.source(split)[0])]
+        data = self.data.dataset_name or getattr(self.data, "task_name", None)
+        self.announce(f"reading {', '.join(dict.fromkeys(names)) or data or 'the data'}")
+
     def source(self, split: str) -> tuple[str | None, int | None]:
         """The file given for a split, if any, and the largest number of rows to use of it."""
         limit = {"validation": "eval", "test": "predict"}.get(split, split)
         return getattr(self.data, f"{split}_file"), getattr(self.data, f"max_{limit}_samples")
+
+
+def _listed(names: Any) -> list[str]:
+    return names if isinstance(names, list) else [names] if names else []
 
 
 class Prepared(Protocol):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from stoker.english import counted
 from stoker.errors import UserError
 from stoker.hf.trainer import Trainer
 from stoker.tasks import training_run
@@ -100,6 +101,7 @@ class Prepared:
         from transformers import AutoModelForSequenceClassification, set_seed
 
         set_seed(job.args.seed)
+        job.announce(f"loading the weights of {job.model.model_name_or_path}")
         model = load_model(AutoModelForSequenceClassification, job.model, self.config)
         regression = self.labels is None
         trainer: Trainer = training_run.make_trainer(
@@ -114,6 +116,7 @@ class Prepared:
 def prepare(job: training_run.Job) -> Prepared:
     options = job.data
     regression = _regression(options)
+    job.announce_reading()
     raw, classes = _data(job, regression)
     labels = None if regression else _labels(job, raw, classes)
     changes: dict[str, Any] = {"finetuning_task": options.task_name}
@@ -124,6 +127,7 @@ def prepare(job: training_run.Job) -> Prepared:
         changes |= {"num_labels": 1, "problem_type": "regression"}
     config, tokenizer = load_config_and_tokenizer(job.model, **changes)
     length = row_length(options.max_seq_length, tokenizer, config)
+    job.announce(f"tokenizing {counted(sum(map(len, raw.values())), 'row')}")
     sets = {
         split: make_rows(examples, tokenizer, labels, max_seq_length=length, fresh=options.overwrite_cache)
         for split, examples in raw.items()

@@ -84,6 +84,7 @@ class Prepared:
         from stoker.tasks.mlm.masking import MaskingCollator
 
         set_seed(job.args.seed)
+        job.announce(f"loading the weights of {job.model.model_name_or_path}")
         model = load_model(AutoModelForMaskedLM, job.model, self.config)
         collator = MaskingCollator(self.tokenizer, self.options.masking, self.options.mlm_probability)
         return training_run.make_trainer(job, MlmTrainer, model, self.tokenizer, self.sets, data_collator=collator)
@@ -98,6 +99,7 @@ def prepare(job: training_run.Job) -> Prepared:
             "`stoker train sft` trains language models on texts"
         )
     length = row_length(options.max_seq_length, tokenizer, config)
+    job.announce_reading()
     return Prepared(_sets(job, tokenizer, length), options, tokenizer, config)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -88,7 +88,9 @@ def arguments_of(argv: Sequence[str]) -> Any:
 
 def main(argv: list[str]) -> int:
     job = begin(argv)
-    return run(job, load(job))
+    raw = _read_all(job)
+    job.announce(f"loading the weights of {job.model.model_name_or_path}")
+    return run(job, load(job), raw=raw)
 
 
 def begin(argv: list[str]) -> training_run.Job:
@@ -115,13 +117,17 @@ def load(job: training_run.Job) -> LanguageModel:
     return load_for_training(job.model, job.data.frozen_weights)
 
 
+Raw: TypeAlias = dict[str, tuple[Format, list[Example], Faults]]
+"""The examples of each split, as they were read."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The rows of each set, and what was read for them."""
 
     models: FreshModels
     tokenizer: Any
-    raw: dict[str, tuple[Format, list[Example], Faults]]
+    raw: Raw
     sets: dict[str, Any]
     max_length: int
     metrics: Sequence[str]
@@ -135,12 +141,14 @@ class Prepared:
         return _trainer(job, LanguageModel(self.tokenizer, self.models.take()), self.sets)
 
 
-def prepare(job: training_run.Job, found: LanguageModel | None = None) -> Prepared:
-    """Reads the data. `found` is the model, if it has been loaded already."""
+def prepare(job: training_run.Job, found: LanguageModel | None = None, raw: Raw | None = None) -> Prepared:
+    """`found` is the model, if it has been loaded already, and `raw` the data, if it has been read."""
     args = job.args
-    found = load(job) if found is None else found
+    raw = _read_all(job) if raw is None else raw
+    if found is None:
+        job.announce(f"loading the weights of {job.model.model_name_or_path}")
+        found = load(job)
     args.max_length = _row_length(args.max_length, found)
-    raw = {split: _read(job, split) for split in training_run.wanted_splits(args)}
     chats = _prepare_template(job, raw, found.tokenizer)
     encoder = _encoder(job, raw["train"][0], found.tokenizer, chats)
     sets = {split: _dataset(job, encoder, *one) for split, one in raw.items()}
@@ -148,10 +156,12 @@ def prepare(job: training_run.Job, found: LanguageModel | None = None) -> Prepar
     return Prepared(models, found.tokenizer, raw, sets, args.max_length, _metrics(job.data))
 
 
-def run(job: training_run.Job, found: LanguageModel, exam: Samples | None = None, **facts: Any) -> int:
+def run(
+    job: training_run.Job, found: LanguageModel, exam: Samples | None = None, raw: Raw | None = None, **facts: Any
+) -> int:
     """Trains and writes the result. `exam` replaces the samples of --samples; `facts` are added to the run's log."""
     args, options = job.args, job.data
-    prepared = prepare(job, found)
+    prepared = prepare(job, found, raw)
     raw = prepared.raw
     if exam is None:
         exam = Samples(choose_samples(raw.get("validation", raw["train"])[1], found.tokenizer, options.samples))
@@ -206,6 +216,11 @@ def _row_length(asked: int | None, found: LanguageModel) -> int:
     """--max_length, reduced to what the model takes."""
     most = most_tokens(asked or 1 << 30, found.tokenizer, found.model.config)
     return max(min(asked or most, most), 8)
+
+
+def _read_all(job: training_run.Job) -> Raw:
+    job.announce_reading()
+    return {split: _read(job, split) for split in training_run.wanted_splits(job.args)}
 
 
 def _read(job: training_run.Job, split: str) -> tuple[Format, list[Example], Faults]:
@@ -270,6 +285,7 @@ def _dataset(job: training_run.Job, encoder: Encoder, form: Format, examples: li
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
+    job.announce(f"tokenizing {counted(len(examples), 'row')}")
     if job.data.dpo:
         pairs = make_pairs(examples, encoder, job.args.max_length, faults)
         columns = [{**_columns(pair), "length": length} for pair, length in pairs]
