@@ -109,6 +109,11 @@ WRONG = [
     "train sft --model x --train_file {lines} --dpo",
     "train sft --model missing.gguf --train_file {lines}",
     "train sft --model x --beta abc --dpo",
+    "train sft --model x --train_file {lines} --full --merge",
+    "train mlm --model x --do_train --train_file {lines} --output_dir o --mlm_probability 2",
+    "train classify --model x --do_train --train_file {lines} --output_dir o --task_name mprc",
+    "tune classify --model_name_or_path x --train_file {lines} --validation_file {lines} --output_dir o "
+    "--search per_device_train_batch_size=0|8",
     "tune qa --model_name_or_path x --trian_file y --output_dir o",
     "tune classify --model_name_or_path x --train_file {lines} --validation_file missing.csv --output_dir o",
     "use --model ./missing --text a",

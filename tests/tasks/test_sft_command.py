@@ -376,6 +376,8 @@ def test_an_invalid_request_gets_one_sentence_and_exit_code_two(
     (tmp_path / "train.jsonl").write_bytes(chats.read_bytes())
     write_lines(tmp_path / "bad.jsonl", [{"messages": []}, {"messages": [{"role": "bot", "content": "x"}]}])
     (tmp_path / "text.txt").write_text("It is red.")
+    for name in ("x.jsonl", "train.xml"):
+        (tmp_path / name).touch()
     (tmp_path / "empty").mkdir()
     usual = (
         "--model_name_or_path model --train_file train.jsonl --output_dir o --max_steps 1 --report_to none --samples 0"

@@ -59,6 +59,7 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     command = SearchCommand.of(task, options, search)
     early_checks.check(task, command.trial_arguments({}, command.folder))
+    command.check_space(lambda argv: early_checks.check_options(task, argv))
     announce_loading(others)
     streams.keep_running()
     require_task("tune", task)

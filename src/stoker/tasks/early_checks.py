@@ -7,6 +7,8 @@ there.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +27,7 @@ from stoker.tasks.model_folder import check_folder_exists, check_language_model,
 from stoker.tasks.training_options import CheckedParser, check_range, given, joined
 from stoker.user_files import require_existing
 
-__all__ = ["check", "check_request", "early_parser", "wants_pairs"]
+__all__ = ["check", "check_options", "check_request", "early_parser", "wants_pairs"]
 
 _SENTENCES = "stoker.tasks.sentences.st_trainers"
 _ARGUMENTS = {
@@ -35,6 +37,8 @@ _ARGUMENTS = {
     "fewshot": ("stoker.tasks.fewshot.fewshot_trainer", "FewshotArguments"),
 }
 """Where the training arguments of a task are declared; those of the others are Stoker's own."""
+_WITH_RULES = ("sft", "mlm", "classify")
+"""Tasks with options that contradict each other, which their `option_rules` tell."""
 _EVALUATE_WITH_FILE = ("sft", "embed", "rerank", "fewshot")
 """Tasks that evaluate if there is a validation file."""
 _NAME_THEIR_FOLDER = ("sft",)
@@ -47,21 +51,35 @@ _NEEDED = (
 
 def check(task: str, argv: Sequence[str]) -> None:
     """Raises UserError for an option, a value, a file, a folder or a column that cannot be right."""
-    parser = early_parser(task, argv)
-    if parser is None:
-        return
-    values, rest = parser.parse_known_args(joined(argv))
-    parser.refuse(rest)
-    check_range(SimpleNamespace(**_certain(vars(values), options_of(argv))))
-    if not all(hasattr(values, name) for name in _NEEDED) or {*_NEEDED} & {*parser.unknown}:
+    values = check_options(task, argv)
+    if values is None or not all(hasattr(values, name) for name in _NEEDED):
         return
     values.do_eval = _evaluates(task, values)
     check_request(task, values, values, values, argv)
+    if task in _WITH_RULES:
+        # Nothing is done with a value whose type is not known: it is missing.
+        with contextlib.suppress(AttributeError):
+            importlib.import_module(f"stoker.tasks.{task}.option_rules").check_rules(values, values)
     paths = _existing_files(values)
     _check_model(task, values.model_name_or_path)
     for split, path in paths:
         if os.path.isfile(os.path.expanduser(path)):  # a pipe can be read once
             check_columns(task, path, values, split)
+
+
+def check_options(task: str, argv: Sequence[str]) -> Any:
+    """The values of the options whose types are known; UserError for an option or a value that cannot be right.
+
+    None if the declarations cannot be read.
+    """
+    parser = early_parser(task, argv)
+    if parser is None:
+        return None
+    values, rest = parser.parse_known_args(joined(argv))
+    parser.refuse(rest)
+    known = {name: value for name, value in vars(values).items() if name not in parser.unknown}
+    check_range(SimpleNamespace(**_certain(known, options_of(argv))))
+    return SimpleNamespace(**known)
 
 
 def _certain(values: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:

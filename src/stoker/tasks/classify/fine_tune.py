@@ -15,6 +15,7 @@ from stoker.tasks.classify.data import GLUE, Example, Labels
 from stoker.tasks.classify.features import Rows, make_rows
 from stoker.tasks.classify.labelled_examples import check_labels, split_examples
 from stoker.tasks.classify.metrics import METRICS, is_combined, measure
+from stoker.tasks.classify.option_rules import check_rules
 from stoker.tasks.loading import load_config, load_config_and_tokenizer, load_model, row_length
 from stoker.tasks.shown_rows import right_and_wrong, spread
 from stoker.tasks.training_options import DataOptions, check_best, check_label_names, padding_option
@@ -67,10 +68,9 @@ def predict_all_rows(args: Any) -> None:
 def begin(argv: list[str]) -> training_run.Job:
     job = training_run.begin("classify", argv, ClassifyOptions)
     args, options = job.args, job.data
+    check_rules(args, options)
     if options.task_name is not None:
         options.task_name = options.task_name.lower()
-        if options.task_name not in GLUE:
-            raise UserError(f"--task_name {options.task_name} is not a GLUE task; choose one of {', '.join(GLUE)}")
     check_label_names(args)
     predict_all_rows(args)
     check_best(args, job.argv, _metrics(_metric_names(options)), "loss")

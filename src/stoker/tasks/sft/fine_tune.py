@@ -28,6 +28,7 @@ from stoker.tasks.sft.chat_template import adopt_template, ensure_template
 from stoker.tasks.sft.data import Chat, Example, Format, Pair, Plain, collect, read_examples
 from stoker.tasks.sft.features import IGNORED, Encoder, make_pairs, make_rows
 from stoker.tasks.sft.language_model import LanguageModel, load_for_training, lora_config, save_merged
+from stoker.tasks.sft.option_rules import check_rules
 from stoker.tasks.sft.samples import Samples, choose_samples
 from stoker.tasks.sft.training_time import estimate_seconds, rounded_duration
 from stoker.tasks.training_options import DataOptions, check_best, given
@@ -188,23 +189,7 @@ def _metrics(options: SftOptions) -> list[str]:
 
 def _check(job: training_run.Job) -> None:
     args, options = job.args, job.data
-    if args.do_predict:
-        raise UserError(
-            "stoker train sft does not predict a test file; `stoker chat --model DIR --prompt ...` answers prompts"
-        )
-    if not args.do_train:
-        raise UserError("stoker train sft always trains; leave out --do_train False")
-    if options.full and options.merge:
-        raise UserError("--merge adds an adapter to the model, and with --full there is none; give only one of them")
-    if options.full and options.frozen_weights:
-        raise UserError(
-            f"--frozen_weights {options.frozen_weights} is for weights that are not trained, and --full trains all of them; "
-            "give only one of them"
-        )
-    if options.dpo and options.loss_on not in (None, "completions"):
-        raise UserError(f"--loss_on {options.loss_on} is not possible with --dpo, which compares whole answers")
-    if args.max_length is not None and args.max_length < 8:
-        raise UserError(f"--max_length {args.max_length} leaves no room for a text; use 256 to 2048")
+    check_rules(args, options)
     if options.validation_file:
         args.do_eval = True
     if not given("learning_rate", job.argv):
