@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from stoker.english import counted
 from stoker.errors import UserError
 from stoker.hf.trainer import Trainer
 from stoker.tasks import training_run
@@ -127,7 +126,7 @@ def prepare(job: training_run.Job) -> Prepared:
         changes |= {"num_labels": 1, "problem_type": "regression"}
     config, tokenizer = load_config_and_tokenizer(job.model, **changes)
     length = row_length(options.max_seq_length, tokenizer, config)
-    job.announce(f"tokenizing {counted(sum(map(len, raw.values())), 'row')}")
+    job.announce(f"tokenizing {sum(map(len, raw.values())):,} rows")
     sets = {
         split: make_rows(examples, tokenizer, labels, max_seq_length=length, fresh=options.overwrite_cache)
         for split, examples in raw.items()

@@ -148,7 +148,7 @@ def prepare(job: training_run.Job) -> Prepared:
         job.model, label2id=numbers, id2label=dict(enumerate(labels.names)), finetuning_task="ner"
     )
     length = row_length(options.max_seq_length, tokenizer, config)
-    job.announce(f"tokenizing {counted(sum(map(len, sentences.values())), 'sentence')}")
+    job.announce(f"tokenizing {sum(map(len, sentences.values())):,} sentences")
     sets = {
         split: make_rows(
             one, tokenizer, labels.names, max_seq_length=length, doc_stride=options.doc_stride,

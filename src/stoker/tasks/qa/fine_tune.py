@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.english import counted
 from stoker.tasks import hub, training_run
 from stoker.tasks.faults import Faults
 from stoker.tasks.loading import load_config_and_tokenizer, load_model, row_length
@@ -217,7 +216,7 @@ def _windows(job: training_run.Job, tokenizer: Any, split: str) -> Windows:
                 "%s of %s %s questions have no answer; --version_2_with_negative lets the model say so",
                 f"{without:,}", f"{len(questions):,}", split,
             )  # fmt: skip
-    job.announce(f"tokenizing {counted(len(questions), 'question')}")
+    job.announce(f"tokenizing {len(questions):,} questions")
     return make_windows(
         questions,
         tokenizer,
