@@ -317,6 +317,9 @@ def main(argv: list[str]) -> int:
     announce_loading(rest)
     streams.keep_running()
     require_task("train", task)
+    from stoker.tasks.loading import quiet
+
+    quiet()  # before the modules of the task, whose imports print, too
     run = importlib.import_module(f"stoker.tasks.{task}.fine_tune").main
     try:
         return int(run(rest))

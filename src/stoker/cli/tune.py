@@ -64,6 +64,9 @@ def main(argv: list[str]) -> int:
     streams.keep_running()
     require_task("tune", task)
     parsing.require_packages("stoker tune", ["optuna"], "Optuna", extra="tune")
+    from stoker.tasks.loading import quiet
+
+    quiet()
     from stoker.tasks.tune.tune_run import run_search
 
     try:

@@ -23,7 +23,13 @@ from stoker.hf.retired import RETIRED
 from stoker.tasks.declared_options import Undeclared, declared, undeclared_fields
 from stoker.tasks.file_patterns import expand
 from stoker.tasks.first_columns import check_columns
-from stoker.tasks.model_folder import check_folder_exists, check_language_model, exported_file, gguf_file
+from stoker.tasks.model_folder import (
+    check_folder_exists,
+    check_language_model,
+    check_no_adapter,
+    exported_file,
+    gguf_file,
+)
 from stoker.tasks.training_options import CheckedParser, check_range, given, joined
 from stoker.user_files import require_existing
 
@@ -199,4 +205,5 @@ def _check_model(task: str, name: str) -> None:
         return
     if task == "sft":
         check_language_model(name, "--model_name_or_path")
+        check_no_adapter(name)
     check_folder_exists(name, "--model_name_or_path")

@@ -17,8 +17,8 @@ from stoker.errors import UserError
 
 __all__ = [
     "ADAPTER", "CONFIG_FILES", "EXPORT_FILES", "HEAD_FILE", "MODULES", "TOKENIZER_FILES", "VOCABULARY_FILES", "WEIGHT_FILES",
-    "broken_file", "broken_part", "check_before_loading", "check_folder_exists", "check_language_model", "exported_file",
-    "gguf_file", "integer_tensors",
+    "broken_file", "broken_part", "check_before_loading", "check_folder_exists", "check_language_model", "check_no_adapter",
+    "exported_file", "gguf_file", "integer_tensors",
 ]  # fmt: skip
 
 CONFIG_FILES = ("config.json",)
@@ -76,6 +76,14 @@ def check_language_model(name: str, flag: str) -> None:
         raise UserError(f"{flag} {name} is a file; name a folder, a GGUF file, or a model on the hub")
     if path.is_dir() and not any((path / one).exists() for one in ("config.json", ADAPTER)):
         raise UserError(f"{name} does not contain a model: it has neither config.json nor {ADAPTER} nor a GGUF file")
+
+
+def check_no_adapter(name: str) -> None:
+    """Raises UserError for the folder of an adapter, which is not trained further."""
+    if (Path(name) / ADAPTER).is_file() and not (Path(name) / "config.json").exists():
+        raise UserError(
+            f"{name} is an adapter, not a model; train its base model, or write the merged model with --merge and train that"
+        )
 
 
 def check_before_loading(folder: Path) -> None:

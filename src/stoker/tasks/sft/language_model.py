@@ -30,7 +30,7 @@ from stoker.tasks.loading import (
     reason,
     tokenizer_of,
 )
-from stoker.tasks.model_folder import ADAPTER, broken_file, check_language_model, gguf_file
+from stoker.tasks.model_folder import ADAPTER, broken_file, check_language_model, check_no_adapter, gguf_file
 
 __all__ = [
     "LanguageModel", "base_of", "empty_with_adapters", "load_for_chat", "load_for_training", "lora_config", "save_merged",
@@ -58,10 +58,7 @@ def load_for_training(options: Any, frozen_weights: Form | None = None) -> Langu
         _freeze(found.model, frozen_weights)
         return found
     check_language_model(name, "--model_name_or_path")
-    if (Path(name) / ADAPTER).is_file() and not (Path(name) / "config.json").exists():
-        raise UserError(
-            f"{name} is an adapter, not a model; train its base model, or write the merged model with --merge and train that"
-        )
+    check_no_adapter(name)
     config, tokenizer = load_config(options), load_tokenizer(options)
     check_vocabulary(tokenizer, config, name)
     model = load_model(AutoModelForCausalLM, options, config, lambda read: _freeze(read, frozen_weights))
