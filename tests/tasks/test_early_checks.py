@@ -314,6 +314,13 @@ def test_a_single_json_object_is_not_taken_for_a_row(tmp_path: Path) -> None:
     assert first_row(path) is None
 
 
+def test_the_first_line_has_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    from stoker.cli.task_names import announce_loading
+
+    announce_loading(["--model_name_or_path", "a\x1b[2Jb"])
+    assert capsys.readouterr().err == "loading a\\x1b[2Jb ...\n"
+
+
 def test_the_first_line_comes_before_torch_is_imported(folder: Path) -> None:
     command = "train classify --model_name_or_path owner/name --do_train --output_dir o --train_file lines.jsonl"
     code = (

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
-from stoker.errors import UserError, one_line
+from stoker.errors import UserError, one_line, readable
 from stoker.option_values import MOST, StrictValues, amount, count, many, number, path, port, seconds, whole
 
 __all__ = [
@@ -54,7 +54,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def announce(line: str, *, terminals_only: bool = False) -> None:
     """Prints to standard error, on the first rank, what takes the next seconds."""
     if os.environ.get("RANK", "0") == "0" and (sys.stderr.isatty() or not terminals_only):
-        print(line, file=sys.stderr, flush=True)
+        print(readable(line), file=sys.stderr, flush=True)
 
 
 def require_transformers(command: str, *, extra: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from stoker.errors import UserError, one_line
+from stoker.errors import UserError, one_line, readable
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.batches import lengths_of
 from stoker.hf.checkpointing import folders, lock, restart, same_run
@@ -63,7 +63,7 @@ class Job:
 
     def announce(self, phase: str) -> None:
         """Says what takes the next seconds."""
-        self.print(f"{phase} ...")
+        self.print(readable(f"{phase} ..."))
 
     def announce_reading(self) -> None:
         names = [name for split in wanted_splits(self.args) for name in _listed(self.source(split)[0])]
