@@ -61,7 +61,7 @@ def check(task: str, argv: Sequence[str]) -> None:
     if values is None or not all(hasattr(values, name) for name in _NEEDED):
         return
     values.do_eval = _evaluates(task, values)
-    check_request(task, values, values, values, argv)
+    check_request(task, values, values, values, [*argv, "--output_dir"] if task in _NAME_THEIR_FOLDER else argv)
     if task in _WITH_RULES:
         # Nothing is done with a value whose type is not known: it is missing.
         with contextlib.suppress(AttributeError):
@@ -102,7 +102,7 @@ def check_request(task: str, model: Any, data: Any, args: Any, argv: Sequence[st
     """Checks that there is something to do, and something to do it with."""
     if not (args.do_train or args.do_eval or args.do_predict):
         raise UserError(f"stoker train {task} has nothing to do; add --do_train, --do_eval or --do_predict")
-    if args.do_train and not given("output_dir", argv) and task not in _NAME_THEIR_FOLDER:
+    if args.do_train and not given("output_dir", argv):
         raise UserError("--output_dir is missing; it names the folder for the model")
     _check_data_given(args, data)
     if args.do_train and (file := exported_file(model.model_name_or_path)) is not None:
