@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 
-__all__ = ["UserError", "first_line", "one_line", "outside_reason"]
+__all__ = ["UserError", "first_line", "one_line", "outside_reason", "readable"]
 
 
 class UserError(Exception):
@@ -15,7 +15,7 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(_readable(message))
+        super().__init__(readable(message))
 
 
 _LONG = re.compile(r"\d{40,}|\S{1000,}")
@@ -25,7 +25,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 _MOST = 2000
 
 
-def _readable(message: str) -> str:
+def readable(message: str) -> str:
+    """A message with values of the user, without control characters, and short enough to read."""
     shown = _CONTROL.sub(lambda found: repr(found[0])[1:-1], message)
     shown = _LONG.sub(lambda found: f"{found[0][:20]}...({len(found[0]):,} characters)", shown)
     return shown if len(shown) <= _MOST else f"{shown[: _MOST * 2 // 3]} ... {shown[-_MOST // 4 :]}"

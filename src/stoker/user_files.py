@@ -26,6 +26,7 @@ __all__ = [
     "read_bytes",
     "read_standard_input",
     "read_text",
+    "require_existing",
     "require_run_folder",
     "stream_bytes",
     "too_large",
@@ -151,6 +152,16 @@ def read_standard_input(what: str, *, limit: int) -> str:
     if len(text) > limit:
         raise UserError(f"{what} is longer than {limit / 1e6:.0f} MB")
     return text
+
+
+def require_existing(path: str | os.PathLike[str], what: str) -> None:
+    """Raises UserError for a file that does not exist. Whatever else may be wrong is left to whoever reads it."""
+    try:
+        os.stat(os.path.expanduser(path))
+    except FileNotFoundError:
+        raise UserError(f"{what} {path} does not exist") from None
+    except (OSError, ValueError):
+        return
 
 
 def require_run_folder(folder: Path) -> None:

@@ -13,8 +13,9 @@ __all__ = ["SECONDS", "Case", "Outcome", "chance_of", "failures", "seed_of_tests
 
 SECONDS = 30.0
 """Seconds; a case that takes longer counts as hanging."""
-_LINES, _CHARACTERS = 8, 2500
-"""Characters of the longest message: a sentence, or one that lists the first five bad rows of a file and counts the rest."""
+_LINES, _CHARACTERS = 12, 2500
+"""Of the longest message: a sentence, or one that lists the first five bad rows of a file and counts the rest; the lines that say
+what the run is doing come before it."""
 _TRACEBACK = re.compile(
     r"Traceback \(most recent call last\)|^Exception ignored in|Fatal Python error|^--- Logging error", re.M
 )

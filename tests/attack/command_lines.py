@@ -148,7 +148,7 @@ def rank_variables(r: random.Random, base: Path) -> Case:
 
 @functools.cache
 def _train_options(task: str) -> tuple[tuple[str, bool], ...]:
-    from stoker.tasks.training_options import OptionParser
+    from stoker.tasks.option_parser import OptionParser
 
     module = importlib.import_module(f"stoker.tasks.{task}.fine_tune")
     options = getattr(module, f"{task.capitalize()}Options")

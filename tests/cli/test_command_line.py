@@ -205,7 +205,8 @@ def test_a_failing_import_of_transformers_is_not_reported_as_missing(
         with monkeypatch.context() as patch:
             patch.delitem(sys.modules, "transformers", raising=False)
             patch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-            assert main(["train", "qa", "--do_train"]) == 2
+            words = "--model_name_or_path m --dataset_name d --do_train --output_dir o"
+            assert main(["train", "qa", *words.split()]) == 2
         return capsys.readouterr().err
 
     assert "pip install 'stoker[hf]'" in refuse(ModuleNotFoundError("No module named", name="transformers"))

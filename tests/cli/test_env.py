@@ -53,3 +53,17 @@ def test_the_script_that_old_commands_source_sets_what_env_prints() -> None:
     assert shown.returncode == 0, shown.stderr
     assert str(Path(sysconfig.get_paths()["data"]) / "bin") in shown.stdout.split(":")
     assert "it is discontinued" in shown.stderr
+
+
+@pytest.mark.parametrize(("path", "words"), [("/bin", "finds stoker, mpirun"), (None, "nothing to set")])
+def test_a_person_gets_an_explanation_that_the_shell_does_not_read(
+    path: str | None, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stoker.cli import env
+
+    monkeypatch.setattr(env, "exports", lambda prefix, environment: {} if path is None else {"PATH": path})
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main([]) == 0
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.out == ("" if path is None else "export PATH=/bin\n")

@@ -49,8 +49,8 @@ def _train_parsers() -> Iterator[argparse.ArgumentParser]:
     from stoker.tasks.classify.fine_tune import ClassifyOptions
     from stoker.tasks.mlm.fine_tune import MlmOptions
     from stoker.tasks.ner.fine_tune import NerOptions
+    from stoker.tasks.option_parser import OptionParser
     from stoker.tasks.qa.fine_tune import QaOptions
-    from stoker.tasks.training_options import OptionParser
 
     yield OptionParser("train qa", QaOptions)
     yield OptionParser("train classify", ClassifyOptions)

@@ -380,3 +380,13 @@ def test_a_peak_that_is_exceeded_again_is_discarded(
     assert shares[:2] == [pytest.approx(0.0, abs=1e-3)] * 2
     assert shares[2:] == [None, None]
     assert caplog.text.count("doctor --fresh") == 1
+
+
+def test_help_and_completion_show_the_arguments_of_transformers() -> None:
+    import inspect
+
+    import stoker
+
+    stock = [base for base in stoker.Trainer.__mro__ if base.__module__ == "transformers.trainer"][-1]
+    assert inspect.signature(stoker.Trainer) == inspect.signature(stock)
+    assert "callbacks" in inspect.signature(stoker.Trainer).parameters

@@ -13,6 +13,7 @@ from torch import nn
 
 import stoker
 from stoker.model.leaf_modules import LeafActivation, LeafDropout, LeafEmbedding, LeafLayerNorm, LeafLinear
+from stoker.model.optimization_report import Report
 
 
 def test_the_report_of_a_restored_model_lists_nothing() -> None:
@@ -49,6 +50,27 @@ def test_the_report_reads_well_and_is_logged(caplog) -> None:
     assert text in caplog.text
     for word in ("BertForQuestionAnswering", "fused layer", "2 x BertLayer", "AdamW fused", "precision", "memory"):
         assert word in text
+
+
+def test_the_columns_of_a_report_are_aligned_and_a_notebook_gets_a_table() -> None:
+    found = Report(
+        "Model",
+        (("layer", "A", 2), ("a part with a very long name", "B<C>", 120)),
+        (("a call", "it is odd"),),
+        "fp32",
+        "",
+        "",
+    )
+    assert str(found).splitlines() == [
+        "Stoker on Model",
+        "  layer                           2 x A",
+        "  a part with a very long name  120 x B<C>",
+        "  precision                     fp32",
+        "  left alone                    a call: it is odd",
+    ]
+    table = found._repr_html_()
+    assert table.count("<tr>") == 4
+    assert "120 x B&lt;C&gt;" in table
 
 
 LEAVES = (

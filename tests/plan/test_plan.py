@@ -200,6 +200,7 @@ def test_another_machine_can_be_planned_with(tmp_path: Path, capsys: pytest.Capt
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines() if line.lstrip()[:1].isdigit()] == ["1", "2", "4", "8"]
     assert "advice:" in shown
+    assert "epoch: 88,524 rows, as many as SQuAD has; --rows sets the number" in shown
     assert "</svg>" in out.read_text()
 
 

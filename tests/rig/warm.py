@@ -361,7 +361,7 @@ def _begin_and_run(request: dict[str, Any]) -> None:
             return _run_program(request["words"])
         except _Instead as other:
             request = other.request
-            for name in [name for name in sys.modules if name.partition(".")[0] == "stoker"]:
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("stoker", "stoker_ccl")]:
                 del sys.modules[name]
             atexit._clear()
 

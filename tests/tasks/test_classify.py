@@ -196,7 +196,7 @@ def test_a_number_of_5000_digits_costs_at_most_its_own_row(tmp_path: Path) -> No
 def test_other_label_names_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from stoker.cli import main
 
-    command = ["train", "classify", "--model_name_or_path", "m", "--do_eval", "--validation_file", "dev.tsv"]
+    command = ["train", "classify", "--model_name_or_path", "m", "--do_eval", "--dataset_name", "d"]
     assert main([*command, "--output_dir", str(tmp_path), "--label_names", "class"]) == 2
     assert "--label_names class" in capsys.readouterr().err
 
@@ -207,7 +207,7 @@ def test_options_that_withhold_predictions_are_ignored_with_a_warning(
     import logging
 
     from stoker.tasks.classify.fine_tune import ClassifyOptions, predict_all_rows
-    from stoker.tasks.training_options import OptionParser
+    from stoker.tasks.option_parser import OptionParser
 
     # Whatever commands that ran before have set up: each record reaches the root logger, once.
     monkeypatch.setattr(logging.getLogger("stoker"), "propagate", True)

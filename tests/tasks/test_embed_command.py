@@ -319,6 +319,7 @@ def test_an_invalid_request_gets_one_sentence_and_exit_code_two(
     (tmp_path / "train.jsonl").symlink_to(files["pairs"])
     (tmp_path / "scored.jsonl").symlink_to(files["pairs with scores"])
     write_lines(tmp_path / "odd.jsonl", [{"a": "x", "b": "y"}])
+    (tmp_path / "x.jsonl").touch()
     (tmp_path / "empty").mkdir()
     usual = (
         "--model_name_or_path model --train_file train.jsonl --output_dir o --max_steps 1 --report_to none --samples 0"

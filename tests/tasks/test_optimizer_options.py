@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
+from stoker.tasks.option_parser import OptionParser
 from stoker.tasks.qa.fine_tune import QaOptions
-from stoker.tasks.training_options import OptionParser, check_optimizer
+from stoker.tasks.training_options import check_optimizer
 
 NEEDED = ["--model_name_or_path", "m", "--output_dir"]
 
@@ -26,7 +27,7 @@ def test_bad_optimizer_or_schedule_options_are_reported_before_anything_is_delet
     words: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "checkpoint-7").mkdir()
-    command = ["train", "qa", *NEEDED, str(tmp_path), "--do_train", "--train_file", "t.json", "--overwrite_output_dir"]
+    command = ["train", "qa", *NEEDED, str(tmp_path), "--do_train", "--dataset_name", "d", "--overwrite_output_dir"]
     assert main([*command, *words]) == 2
     error = capsys.readouterr().err
     assert named in error

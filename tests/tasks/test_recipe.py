@@ -10,8 +10,8 @@ import yaml
 
 from stoker.errors import UserError
 from stoker.tasks import recipe
+from stoker.tasks.option_parser import OptionParser
 from stoker.tasks.qa.fine_tune import QaOptions
-from stoker.tasks.training_options import OptionParser
 
 TASKS = ("qa", "sft")
 OPTIONS = {

@@ -308,7 +308,8 @@ def smollm2() -> Path:
 @pytest.mark.part("tasks")
 @pytest.mark.smollm2
 def test_a_gguf_file_loads_as_a_model_that_can_be_saved(smollm2: Path, tmp_path: Path) -> None:
-    from stoker.tasks.sft.language_model import gguf_file, load_for_chat
+    from stoker.tasks.model_folder import gguf_file
+    from stoker.tasks.sft.language_model import load_for_chat
 
     assert gguf_file(str(smollm2.parent)) == smollm2
     found = load_for_chat(str(smollm2))
@@ -375,6 +376,8 @@ def test_an_invalid_request_gets_one_sentence_and_exit_code_two(
     (tmp_path / "train.jsonl").write_bytes(chats.read_bytes())
     write_lines(tmp_path / "bad.jsonl", [{"messages": []}, {"messages": [{"role": "bot", "content": "x"}]}])
     (tmp_path / "text.txt").write_text("It is red.")
+    for name in ("x.jsonl", "train.xml"):
+        (tmp_path / name).touch()
     (tmp_path / "empty").mkdir()
     usual = (
         "--model_name_or_path model --train_file train.jsonl --output_dir o --max_steps 1 --report_to none --samples 0"

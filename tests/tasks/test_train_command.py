@@ -190,7 +190,7 @@ MISTAKES = {
     "ner @ --validation_file x.json --eval_strategy steps --metric_for_best_model F": "choose one of loss, precision, recall, f1",
     "mlm @ --mlm_probability 1.5": "--mlm_probability is 1.5; it must be above 0 and below 1",
     "mlm @ --masking letters": "invalid choice: 'letters'",
-    "mlm @ --do_predict --test_file x": "does not predict a test file",
+    "mlm @ --do_predict --test_file x.json": "does not predict a test file",
     "mlm @ --do_eval --validation_split_percentage 100": "it must be at least 0 and below 100",
     "mlm @ --train_file=": "--train_file is empty; give a name",
     "classify --model_name_or_path m --task_name mprc --do_train --output_dir o": "is not a GLUE task",
@@ -241,6 +241,7 @@ def test_an_invalid_request_gets_one_sentence_and_exit_code_two(
     words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.json").write_text("[]")
     usual = "--model_name_or_path m --train_file x.json --do_train --output_dir o"
     assert main(["train", *words.replace("@", usual).split()]) == 2
     error = capsys.readouterr().err
@@ -257,7 +258,7 @@ def test_a_missing_reporting_package_is_named_as_pip_knows_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in hidden else found(name, *rest))
     for name in (*hidden, "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
-    words = "--model_name_or_path m --train_file x.json --do_train --report_to tensorboard"
+    words = "--model_name_or_path m --dataset_name d --do_train --report_to tensorboard"
     assert main(["train", "qa", *words.split(), "--output_dir", str(tmp_path)]) == 2
     assert "--report_to tensorboard: tensorboard is not installed; pip install tensorboard" in capsys.readouterr().err
 
@@ -313,8 +314,9 @@ def test_the_best_checkpoint_is_chosen_by_f1(bert: Path, squad: Path, tmp_path: 
 
 
 def test_the_best_metric_is_the_tasks_unless_given(tmp_path: Path) -> None:
+    from stoker.tasks.option_parser import OptionParser
     from stoker.tasks.qa.fine_tune import QaOptions
-    from stoker.tasks.training_options import OptionParser, check_best
+    from stoker.tasks.training_options import check_best
 
     def best(words: str) -> tuple[str | None, bool | None, dict[str, object] | None]:
         argv = ["--model_name_or_path", "m", "--output_dir", str(tmp_path), "--eval_strategy", "steps", *words.split()]
@@ -331,8 +333,9 @@ def test_the_best_metric_is_the_tasks_unless_given(tmp_path: Path) -> None:
 
 def test_retired_options_of_the_example_scripts_keep_their_meaning(caplog: pytest.LogCaptureFixture) -> None:
     from stoker.tasks.loading import hub_options
+    from stoker.tasks.option_parser import OptionParser
     from stoker.tasks.qa.fine_tune import QaOptions
-    from stoker.tasks.training_options import ModelOptions, OptionParser
+    from stoker.tasks.training_options import ModelOptions
 
     def model(words: str) -> ModelOptions:
         argv = ["--model_name_or_path", "m", "--output_dir", "o", *words.split()]

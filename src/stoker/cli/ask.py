@@ -10,6 +10,7 @@ from rich.console import Console
 
 from stoker.cli import parsing
 from stoker.errors import UserError
+from stoker.tasks.model_folder import check_folder_exists
 from stoker.user_files import MIB, read_standard_input, read_text
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ def main(argv: list[str]) -> int:
     text = options.text if options.text is not None else _read(options.file)
     if not options.question and options.file == "-":
         raise UserError("--file - reads the text from standard input; add --question, which cannot be prompted for")
+    parsing.require_installed("stoker ask", ["transformers"], parsing.TRANSFORMERS, extra="hf")
+    check_folder_exists(options.model, "--model")
+    parsing.announce(f"loading {options.model} ...", terminals_only=True)
+    parsing.require_transformers("stoker ask", extra="hf")
     from stoker.tasks.loading import quiet
 
     quiet()

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from stoker.cli import parsing
 from stoker.errors import UserError
+from stoker.tasks.model_folder import check_folder_exists, check_language_model, gguf_file
 from stoker.user_files import MIB, read_standard_input
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ def main(argv: list[str]) -> int:
         prompt = read_standard_input("the prompt from standard input", limit=MIB)
     if prompt is not None and not prompt.strip():
         raise UserError("the prompt is empty; give it with --prompt, or through standard input")
+    parsing.require_installed("stoker chat", ["transformers"], parsing.TRANSFORMERS, extra="sft")
+    if gguf_file(options.model) is None:
+        check_language_model(options.model, "--model")
+        check_folder_exists(options.model, "--model")
+    parsing.announce(f"loading {options.model} ...", terminals_only=True)
     parsing.require_transformers("stoker chat", extra="sft")
     from stoker.tasks.loading import quiet
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -14,12 +15,31 @@ from stoker.cli.parsing import Parser
 
 __all__ = ["exports", "main"]
 
+_MEANING = {
+    "PATH": "finds stoker, mpirun and the other programs of this Python environment",
+    "I_MPI_ROOT": "where Intel MPI is installed",
+    "LD_LIBRARY_PATH": "finds the libraries of Intel MPI",
+    "FI_PROVIDER_PATH": "where libfabric finds its network providers",
+    "CCL_ROOT": "where oneCCL is installed",
+}
+
 
 def main(argv: list[str]) -> int:
     Parser("env", "print environment variables for the shell", examples='  eval "$(stoker env)"').parse_args(argv)
-    for name, value in exports(Path(sysconfig.get_paths()["data"]), dict(os.environ)).items():
+    found = exports(Path(sysconfig.get_paths()["data"]), dict(os.environ))
+    if sys.stdout.isatty():  # not for the shell, which reads only what follows
+        print(_explanation(found), file=sys.stderr)
+    for name, value in found.items():
         print(f"export {name}={shlex.quote(value)}")
     return 0
+
+
+def _explanation(found: dict[str, str]) -> str:
+    if not found:
+        return "stoker: nothing to set: programs and libraries of this Python environment are found by this shell"
+    lines = ["stoker: for scripts that expect these variables; Stoker itself does not need them. To set them in this shell:",
+             '  eval "$(stoker env)"']  # fmt: skip
+    return "\n".join([*lines, *(f"  {name:<16}  {_MEANING[name]}" for name in found)])
 
 
 def exports(prefix: Path, environment: dict[str, str]) -> dict[str, str]:

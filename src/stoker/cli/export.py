@@ -7,6 +7,8 @@ import sys
 from rich.console import Console
 
 from stoker.cli import parsing
+from stoker.tasks.export.export_request import check_request, target_of
+from stoker.user_files import require_existing
 
 __all__ = ["main"]
 
@@ -49,14 +51,19 @@ def main(argv: list[str]) -> int:
         help="data to evaluate on (the run's own)",
     )
     options = parser.parse_args(argv)
+    parsing.require_installed("stoker export", ["transformers"], parsing.TRANSFORMERS, extra="hf")
+    target = target_of(options.model, options.to, options.int8, options.output_dir)
+    check_request(options.model, options.to, options.int8, target)
+    if options.validation_file is not None:
+        require_existing(options.validation_file, "data file")
+    parsing.announce(f"loading {options.model} ...")
     parsing.require_transformers("stoker export", extra="hf")
     from stoker.tasks.loading import quiet
 
     quiet()
-    from stoker.tasks.export.export_run import export, target_of
+    from stoker.tasks.export.export_run import export
 
     messages = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    target = target_of(options.model, options.to, options.int8, options.output_dir)
     found = export(options.model, options.to, options.int8, target, options.validation_file, messages.print)
     console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
     console.print(found.table())

@@ -23,6 +23,8 @@ __all__ = ["main", "node_counts"]
 
 _LORA_R = 16
 """As in `stoker train sft`."""
+_ROWS = 88_524
+"""Of SQuAD, as windows of 384 tokens."""
 
 _EXAMPLES = """examples:
   stoker plan --nodes 1..64 --network 10gbit
@@ -58,7 +60,7 @@ def main(argv: list[str]) -> int:
         "--length", type=parsing.count, default=160, metavar="N", help="mean tokens per row (160, as in SQuAD)"
     )
     parser.add_argument(
-        "--rows", type=parsing.many, default=88_524, metavar="N", help="rows of an epoch (88,524, as SQuAD has)"
+        "--rows", type=parsing.many, default=_ROWS, metavar="N", help=f"rows of an epoch ({_ROWS:,}, as SQuAD has)"
     )
     parser.add_argument("--price", type=parsing.amount, metavar="X", help="price of one node per hour, in any currency")
     parser.add_argument("--processes", type=parsing.count, metavar="N", help="per node (default: the best of several)")
@@ -102,7 +104,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(_as_json(node, network, rows, advice, options, subject), indent=2))
     else:
-        print("\n".join(summary))
+        print("\n".join([*summary, _epoch(options)]))
         print(f"network: {network.gbit:g} Gbit/s, {network.latency * 1e6:.0f} us per message (assumed)\n")
         print(table(rows, options.price is not None))
         print()
@@ -217,9 +219,15 @@ def _print_machines(options: Any, subject: Subject, cores: Sequence[int], job: J
         return 0
     nodes = [node for _, node in found]
     print(_described(nodes, subject, options)[0])
-    print(f"predicted from rates: {'; '.join(f'{one.cores} cores {one.summary()}' for one, _ in found)}\n")
+    print(f"predicted from rates: {'; '.join(f'{one.cores} cores {one.summary()}' for one, _ in found)}")
+    print(f"{_epoch(options)}\n")
     print(machines_table(nodes, job))
     return 0
+
+
+def _epoch(options: Any) -> str:
+    usual = ", as many as SQuAD has; --rows sets the number" if options.rows == _ROWS else ""
+    return f"epoch: {options.rows:,} rows{usual}"
 
 
 def _asked(options: Any, subject: Subject) -> dict[str, object]:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stoker.cli.parsing import did_you_mean, require_packages, require_transformers
+from stoker.cli.parsing import (
+    TRANSFORMERS,
+    announce,
+    did_you_mean,
+    require_installed,
+    require_packages,
+    require_transformers,
+)
+from stoker.command_options import options_of
 from stoker.errors import UserError
 from stoker.tasks import recipe
 
-__all__ = ["TASKS", "require_task", "task_and_options"]
+__all__ = ["TASKS", "announce_loading", "require_task", "require_task_installed", "task_and_options"]
 
 TASKS = {
     "qa": "answer questions from texts (SQuAD)",
@@ -56,8 +64,21 @@ def _spelled_out(argument: str) -> str:
 
 
 def require_task(command: str, task: str) -> None:
-    """Raises UserError if a package is missing that the task needs."""
+    """Raises UserError if a package that the task needs is missing or cannot be imported. Imports them."""
     if task in _NEEDS:
         packages, needs, extra = _NEEDS[task]
         require_packages(f"stoker {command} {task}", ["transformers", *packages], needs, extra=extra)
     require_transformers(f"stoker {command}", extra="hf")
+
+
+def require_task_installed(command: str, task: str) -> None:
+    """Raises UserError if a package that the task needs is missing, without importing any."""
+    if task in _NEEDS:
+        packages, needs, extra = _NEEDS[task]
+        require_installed(f"stoker {command} {task}", ["transformers", *packages], needs, extra=extra)
+    require_installed(f"stoker {command}", ["transformers"], TRANSFORMERS, extra="hf")
+
+
+def announce_loading(options: Sequence[str]) -> None:
+    """The first line of a run: what follows, the import of torch and transformers and the model itself, takes many seconds."""
+    announce(f"loading {options_of(options).get('model_name_or_path', 'the model')} ...")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 
 from stoker import streams
-from stoker.cli.task_names import require_task, task_and_options
+from stoker.cli.task_names import announce_loading, require_task, require_task_installed, task_and_options
 from stoker.errors import UserError, one_line
+from stoker.tasks import early_checks
 
 __all__ = ["main"]
 
@@ -308,10 +309,17 @@ def main(argv: list[str]) -> int:
     if not rest or "-h" in rest or "--help" in rest:
         print(_HELP[task])
         return 0
-    require_task("train", task)
+    require_task_installed("train", task)
     if "--help-all" in rest:
+        require_task("train", task)
         return _all_help(task, rest)
+    early_checks.check(task, rest)
+    announce_loading(rest)
     streams.keep_running()
+    require_task("train", task)
+    from stoker.tasks.loading import quiet
+
+    quiet()  # before the modules of the task, whose imports print, too
     run = importlib.import_module(f"stoker.tasks.{task}.fine_tune").main
     try:
         return int(run(rest))
@@ -320,7 +328,7 @@ def main(argv: list[str]) -> int:
 
 
 def _all_help(task: str, argv: list[str]) -> int:
-    from stoker.tasks.training_options import OptionParser
+    from stoker.tasks.option_parser import OptionParser
 
     module = importlib.import_module(f"stoker.tasks.{task}.fine_tune")
     options = getattr(module, f"{task.capitalize()}Options")

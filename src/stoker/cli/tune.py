@@ -7,9 +7,11 @@ from typing import Any
 
 from stoker import streams
 from stoker.cli import parsing
-from stoker.cli.task_names import require_task, task_and_options
+from stoker.cli.task_names import announce_loading, require_task, require_task_installed, task_and_options
 from stoker.command_options import options_of
 from stoker.errors import UserError, one_line
+from stoker.tasks import early_checks
+from stoker.tasks.tune.tune_command import SearchCommand, SearchOptions
 
 __all__ = ["main"]
 
@@ -48,17 +50,25 @@ def main(argv: list[str]) -> int:
     options = options_of(others)
     if options.pop("", None) is not None or not all(word.startswith("-") for word in others[:1]):
         raise UserError(f"stoker tune: unknown argument {others[0]}; `stoker tune --help` lists its options")
-    require_task("tune", task)
-    parsing.require_packages("stoker tune", ["optuna"], "Optuna", extra="tune")
-    streams.keep_running()
-    from stoker.tasks.tune.tune_command import SearchOptions
-    from stoker.tasks.tune.tune_run import run_search
-
+    require_task_installed("tune", task)
+    parsing.require_installed("stoker tune", ["optuna"], "Optuna", extra="tune")
     seconds = own.timeout if own.hours is None else own.hours * 3600
     search = SearchOptions(
         own.trials, ",".join(own.search) if own.search else None, seconds, own.metric, own.direction, own.evaluations,
         own.prune_after,
     )  # fmt: skip
+    command = SearchCommand.of(task, options, search)
+    early_checks.check(task, command.trial_arguments({}, command.folder))
+    command.check_space(lambda argv: early_checks.check_options(task, argv))
+    announce_loading(others)
+    streams.keep_running()
+    require_task("tune", task)
+    parsing.require_packages("stoker tune", ["optuna"], "Optuna", extra="tune")
+    from stoker.tasks.loading import quiet
+
+    quiet()
+    from stoker.tasks.tune.tune_run import run_search
+
     try:
         return run_search(task, options, search)
     except ImportError as error:  # a package that some option needs, imported when training starts

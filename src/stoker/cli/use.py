@@ -11,7 +11,8 @@ from rich.console import Console
 
 from stoker.cli import ask, chat, parsing
 from stoker.errors import UserError
-from stoker.user_files import MIB, read_standard_input, read_text
+from stoker.tasks.model_folder import check_folder_exists, check_language_model
+from stoker.user_files import MIB, read_standard_input, read_text, require_existing
 
 if TYPE_CHECKING:
     from stoker.tasks.use.uses import Use
@@ -44,6 +45,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--top", type=parsing.count, default=5, metavar="N", help="results to show (5)")
     parser.add_argument("--json", action="store_true", help="print a JSON object per text or query")
     options = parser.parse_args(argv)
+    parsing.require_installed("stoker use", ["transformers"], parsing.TRANSFORMERS, extra="hf")
+    if options.file not in (None, "-"):
+        require_existing(options.file, "--file")
+    if options.model.endswith(".gguf"):
+        check_language_model(options.model, "--model")
+    check_folder_exists(options.model, "--model")
+    parsing.announce(f"loading {options.model} ...", terminals_only=True)
     parsing.require_transformers("stoker use", extra="hf")
     from stoker.tasks.loading import quiet
 

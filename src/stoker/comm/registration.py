@@ -1,33 +1,7 @@
-"""Makes "ccl" a backend of torch.distributed.
-
-torch calls `register` at `import torch`, through the entry point in group `torch.backends`. So it imports next to nothing and
-never raises: if something is broken, it prints one line instead of breaking every script.
-"""
+"""`register` makes "ccl" a backend of torch.distributed. torch calls it at `import torch`; see `stoker_ccl`."""
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from stoker_ccl import register
 
 __all__ = ["register"]
-
-
-def register() -> None:
-    """Registers the backend "ccl" for CPU tensors, unless it is registered already."""
-    try:
-        import torch.distributed as dist
-
-        if dist.is_available() and "ccl" not in dist.Backend.backend_list:
-            dist.Backend.register_backend("ccl", _create, extended_api=True, devices=["cpu"])
-    except Exception as error:
-        print(
-            f"stoker ccl: the backend is not registered: {type(error).__name__}: {error}", file=sys.stderr, flush=True
-        )
-
-
-def _create(options: Any, backend_options: Any = None) -> Any:
-    from stoker.comm.process_group import create
-    from stoker.requires import require
-
-    require("ccl")
-    return create(options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -73,6 +75,9 @@ class Trainer(HealingTrainer):
             self.model_accepts_loss_kwargs = False
         self._events = TrainerEvents(self)
         self.add_callback(self._events)
+
+    # Shown by help() and used by completion; the arguments of transformers' Trainer differ between its releases.
+    __init__.__signature__ = inspect.signature(transformers.Trainer.__init__)  # type: ignore[attr-defined]
 
     # The model
 

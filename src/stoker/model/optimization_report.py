@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from html import escape
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -94,12 +95,26 @@ class Report:
             "optimizer": self.optimizer,
         }
 
+    @property
+    def _rows(self) -> list[tuple[str, str]]:
+        """What the table says in its two columns."""
+        width = max((len(str(count)) for _, _, count in self.applied), default=1)
+        rows = [(part, f"{count:>{width}} x {cls}") for part, cls, count in self.applied] or [("nothing applied", "")]
+        rows += [(name, value) for name, value in self.settings.items() if value]
+        return rows + [("left alone", f"{what}: {why}") for what, why in self.left_alone]
+
     def __str__(self) -> str:
-        lines = [f"Stoker on {self.model}"]
-        lines += [f"  {part:<24} {count:>4} x {cls}" for part, cls, count in self.applied] or ["  nothing applied"]
-        lines += [f"  {name:<24} {value}" for name, value in self.settings.items() if value]
-        lines += [f"  left alone: {what}: {why}" for what, why in self.left_alone]
-        return "\n".join(lines)
+        rows = self._rows
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([f"Stoker on {self.model}", *(f"  {name:<{width}}  {value}".rstrip() for name, value in rows)])
+
+    def _repr_html_(self) -> str:
+        """A table, for notebooks."""
+        cells = "".join(
+            f"<tr><td style='text-align:left'>{escape(name)}</td><td style='text-align:left'>{escape(value)}</td></tr>"
+            for name, value in self._rows
+        )
+        return f"<table><caption>Stoker on {escape(self.model)}</caption>{cells}</table>"
 
 
 def report(model: nn.Module) -> Report:

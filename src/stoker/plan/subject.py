@@ -12,6 +12,7 @@ from stoker.english import with_article
 from stoker.errors import UserError
 from stoker.plan.sizes import SIZES
 from stoker.tasks.loading import config_of, quiet, reason
+from stoker.tasks.model_folder import check_folder_exists
 
 __all__ = ["TASKS", "Subject", "ready_last", "usual_task"]
 
@@ -118,9 +119,9 @@ def usual_task(model: str) -> str:
     """`sft` for language models, `qa` for others."""
     if model in SIZES:
         return SIZES[model][1]
+    config = _config_of(model)
     from stoker.model.families import FAMILIES
 
-    config = _config_of(model)
     named = [str(one) for one in getattr(config, "architectures", None) or ()]
     if named:
         return "sft" if named[0].endswith(("ForCausalLM", "LMHeadModel")) else "qa"
@@ -138,12 +139,13 @@ def ready_last(model: Any) -> float:
 
 
 def _config_of(model: str) -> Any:
-    import transformers
-
     if model in SIZES:
+        import transformers
+
         kind, _, settings = SIZES[model]
         return transformers.AutoConfig.for_model(kind, **settings)
     try:
+        check_folder_exists(model, "--model")  # before transformers is imported
         return config_of(model, flag="--model", trust_remote_code=False)
     except UserError as error:
         raise UserError(f"--model {model!r}: {error}; built-in models are {', '.join(SIZES)}") from None

@@ -1,37 +1,68 @@
-"""Shows the progress of a run: a bar in a terminal, plain lines in a log file."""
+"""Shows the progress of a run: a bar in a terminal, plain lines in a log file and in a notebook."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-__all__ = ["Display", "bars_in_terminals_only", "line_of", "use_display"]
+__all__ = ["Display", "bars_in_terminals_only", "figures_of", "use_display"]
 
 _EVERY = 10.0  # seconds between lines about an evaluation in a log file
 
 
-def line_of(logs: dict[str, Any]) -> str:
-    """The figures of one log entry on one line."""
+_SHORTEST_BAR = 8
+"""Columns of a bar, and what follows it loses its less important figures first."""
+_BETWEEN = "  "
+
+
+def figures_of(logs: dict[str, Any]) -> list[str]:
+    """The figures of one log entry, the most important first."""
     parts = []
     if "loss" in logs:
         parts.append(f"loss {float(logs['loss']):.3f}")
-    if "learning_rate" in logs:
-        parts.append(f"lr {float(logs['learning_rate']):.2e}")
     if "tokens_per_second" in logs:
         parts.append(f"{float(logs['tokens_per_second']):,.0f} tokens/s")
+    if "learning_rate" in logs:
+        parts.append(f"lr {float(logs['learning_rate']):.2e}")
     if logs.get("padding_avoided"):
         parts.append(f"padding avoided {float(logs['padding_avoided']):.0%}")
     if logs.get("share_of_peak"):
         parts.append(f"{float(logs['share_of_peak']):.0%} of peak")
-    return "  ".join(parts)
+    return parts
+
+
+class _Figures(ProgressColumn):
+    """Step and time left, and as many of the other figures as the terminal has room for."""
+
+    max_refresh = 0.5  # seconds; the time left would flicker
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._console = console
+
+    def render(self, task: Task) -> Text:
+        left = "-:--" if task.time_remaining is None else _clock(task.time_remaining)
+        shown = f"{task.completed:.0f}/{task.total or 0:.0f}{_BETWEEN}{left} left"
+        room = (
+            self._console.width - len(task.description) - _SHORTEST_BAR - 3
+        )  # spaces between columns, and one at the end
+        for figure in task.fields["figures"]:
+            longer = f"{shown}{_BETWEEN}{figure}"
+            if len(longer) > room:
+                break
+            shown = longer
+        return Text(shown)
 
 
 class Display(TrainerCallback):  # type: ignore[misc]
@@ -50,16 +81,16 @@ class Display(TrainerCallback):  # type: ignore[misc]
 
     @property
     def _terminal(self) -> bool:
-        return self.console.is_terminal
+        # `!stoker train` in a notebook has a terminal too, whose control characters the page does not understand.
+        return self.console.is_terminal and not in_notebook()
 
     def _start_bar(self) -> Progress:
         if self.bar is None:
             self.bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", table_column=Column(no_wrap=True)),
                 BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[figures]}"),
+                _Figures(self.console),
+                expand=True,
                 console=self.console,
                 transient=True,
             )
@@ -76,7 +107,7 @@ class Display(TrainerCallback):  # type: ignore[misc]
         self._in_training = True
         if state.is_world_process_zero and self._terminal:
             bar = self._start_bar()
-            self.training = bar.add_task(self.title, total=state.max_steps, completed=state.global_step, figures="")
+            self.training = bar.add_task(self.title, total=state.max_steps, completed=state.global_step, figures=[])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if self.bar is not None and self.training is not None:
@@ -85,7 +116,7 @@ class Display(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
-        figures = line_of(logs)
+        figures = figures_of(logs)
         if self.bar is not None and self.training is not None:
             self.bar.update(self.training, figures=figures)
             return
@@ -93,7 +124,9 @@ class Display(TrainerCallback):  # type: ignore[misc]
             return
         done = max(state.global_step - self._begin_step, 1)
         left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step)
-        self.console.print(f"step {state.global_step}/{state.max_steps}  {figures}  {_clock(left)} left")
+        self.console.print(
+            _BETWEEN.join([f"step {state.global_step}/{state.max_steps}", f"{_clock(left)} left", *figures])
+        )
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **rest: Any) -> None:
         if not state.is_world_process_zero or not hasattr(eval_dataloader, "__len__"):
@@ -102,7 +135,7 @@ class Display(TrainerCallback):  # type: ignore[misc]
         if self._terminal:
             bar = self._start_bar()
             if self.evaluation is None:
-                self.evaluation = bar.add_task("evaluate", total=len(eval_dataloader), figures="")
+                self.evaluation = bar.add_task("evaluate", total=len(eval_dataloader), figures=[])
             bar.advance(self.evaluation)
         elif self.lines and time.monotonic() - self._last_line > _EVERY:
             self._last_line = time.monotonic()
@@ -128,6 +161,11 @@ class Display(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self._in_training = False
         self.close()
+
+
+def in_notebook() -> bool:
+    """Whether a kernel of Jupyter, or a command that one runs, is executing this."""
+    return "JPY_PARENT_PID" in os.environ
 
 
 def use_display(trainer: Any, stream: Any = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from stoker.bounded import OutOfBounds, bounded
 from stoker.english import with_article
 from stoker.errors import UserError
 from stoker.tasks.faults import Faults
-from stoker.tasks.memory_estimate import available
-from stoker.user_files import read_bytes, too_large
+from stoker.tasks.free_memory import available
+from stoker.user_files import read_bytes, stream_bytes, too_large
 
-__all__ = ["KINDS", "Row", "is_unicode", "kind_of", "read_json", "read_lines", "read_rows", "text_fault"]
+__all__ = ["KINDS", "Row", "first_row", "is_unicode", "kind_of", "read_json", "read_lines", "read_rows", "text_fault"]
 
 KINDS = ("json", "jsonl", "csv", "tsv", "parquet")
 _SUFFIXES = {
@@ -32,6 +33,8 @@ _SUFFIXES = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
+_HEAD = 1 << 20
+"""Bytes in which the first row of a file is looked for."""
 _PARQUET_ROWS = 256
 """Rows that are unpacked at a time."""
 
@@ -102,6 +105,35 @@ def read_rows(
         yield from _listed_rows(path, rows, faults)
 
 
+def first_row(path: Path, *, texts: bool = False, header: Sequence[str] | None = None) -> Row | None:
+    """The first row that `read_rows` gives; None if the beginning of a file does not tell which one that is."""
+    faults = Faults(str(path))
+    if texts and path.name.lower().removesuffix(".gz").endswith(".txt"):
+        return Row({"text": ""}, f"{path}, line 1")
+    kind = kind_of(path)
+    if kind == "parquet":
+        return next(_parquet_rows(path, kept=False), None)
+    head = next(stream_bytes(path, "data file", gzipped=path.suffix.lower() == ".gz"), b"")[:_HEAD]
+    if len(head) == _HEAD:  # whole lines
+        head = head[: head.rfind(b"\n") + 1]
+    if kind in {"csv", "tsv"}:
+        return next(_delimited_rows(path, "\t" if kind == "tsv" else ",", faults, header, head), None) if head else None
+    if kind == "json" and (match := _BEFORE_ROWS.match(head)):
+        try:
+            values, _ = json.JSONDecoder(parse_int=_integer).raw_decode(head[match.end() :].decode(errors="ignore"))
+        except (ValueError, RecursionError):
+            return None
+        return Row(values, f"{path}, row 1") if isinstance(values, dict) else None
+    first, _, others = head.lstrip().partition(b"\n")
+    if kind == "json" and not (_is_object(first) and others.strip()):
+        return None
+    return next(_line_rows(path, faults, head), None)
+
+
+_BEFORE_ROWS = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*"data"\s*:\s*)?\[\s*')
+"""What comes before the first row of a JSON file."""
+
+
 def read_json(path: Path, *, lines_allowed: bool = False) -> Any:
     """The content of a JSON file. With `lines_allowed`, None for a file with one JSON object per line."""
     raw = _read_bytes(path)
@@ -149,8 +181,9 @@ def _listed_rows(path: Path, rows: list[Any], faults: Faults) -> Iterator[Row]:
             faults.add(where, f"is {with_article(type(values).__name__)}, not a row of named columns")
 
 
-def _line_rows(path: Path, faults: Faults) -> Iterator[Row]:
-    for number, line in enumerate(_read_bytes(path).splitlines(), 1):
+def _line_rows(path: Path, faults: Faults, content: bytes | None = None) -> Iterator[Row]:
+    """The rows of a file, or of what has been read of it."""
+    for number, line in enumerate((_read_bytes(path) if content is None else content).splitlines(), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -188,9 +221,13 @@ def _paragraphs(path: Path) -> Iterator[Row]:
         begin = number + 1
 
 
-def _delimited_rows(path: Path, delimiter: str, faults: Faults, header: Sequence[str] | None = None) -> Iterator[Row]:
+def _delimited_rows(
+    path: Path, delimiter: str, faults: Faults, header: Sequence[str] | None = None, content: bytes | None = None
+) -> Iterator[Row]:
+    """The rows of a file, or of what has been read of it."""
     # Bytes that are not UTF-8 become lone surrogates, so that only the rows that contain them are lost.
-    text = _read_bytes(path).decode("utf-8-sig", errors="surrogateescape")
+    raw = _read_bytes(path) if content is None else content
+    text = raw.decode("utf-8-sig", errors="surrogateescape")
     if header is None and delimiter == ",":
         delimiter = _separator(text.partition("\n")[0])
     # GLUE's TSV files contain unpaired quotation marks as plain text.

@@ -23,6 +23,7 @@ from stoker.tasks.model_folder import (
     broken_file,
     broken_part,
     check_before_loading,
+    check_folder_exists,
     exported_file,
     integer_tensors,
 )
@@ -95,11 +96,9 @@ def _check_name(name: str, flag: str) -> None:
     """Raises UserError for a folder that does not exist and for a name that no model on the hub can have."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+    check_folder_exists(name, flag)
     if os.path.exists(name):
         return
-    # The names of models on the hub are NAME and OWNER/NAME.
-    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
-        raise UserError(f"the folder {name} does not exist ({flag})")
     try:
         validate_repo_id(name)
     except HFValidationError:

@@ -17,10 +17,10 @@ from torch import nn
 
 from stoker.errors import UserError
 from stoker.kernels.frozen_parameter import stored_bytes
-from stoker.machine import this_machine
 from stoker.model.recomputation import kept_values
+from stoker.tasks.free_memory import available
 
-__all__ = ["Estimate", "NotEnoughMemory", "available", "check_memory", "estimate"]
+__all__ = ["Estimate", "NotEnoughMemory", "check_memory", "estimate"]
 
 _STOCK_SCORES = 4
 """Copies of the attention matrix that stock transformers keeps per head: scores, softmax, dropout mask and result."""
@@ -58,13 +58,6 @@ def estimate(model: nn.Module, *, optimized: bool, bf16: bool = False) -> Estima
         return Estimate(fixed, size * kept, 0.0)
     # Stock also keeps dropout masks and intermediate sums, all at the padded length.
     return Estimate(fixed, 1.2 * size * kept, size * layers * heads * _STOCK_SCORES)
-
-
-def available() -> int | None:
-    """Bytes that this process can still allocate; None if unknown."""
-    machine = this_machine()
-    found = [size for size in (machine.memory_available, machine.limits.cgroup.memory_limit) if size is not None]
-    return min(found, default=None)
 
 
 def heaviest(lengths: NDArray[np.int64], size: int, *, tokens: bool, padded: bool) -> NDArray[np.int64]:

@@ -16,8 +16,9 @@ from typing import Any
 from stoker.errors import UserError
 
 __all__ = [
-    "CONFIG_FILES", "EXPORT_FILES", "HEAD_FILE", "MODULES", "TOKENIZER_FILES", "VOCABULARY_FILES", "WEIGHT_FILES", "broken_file",
-    "broken_part", "check_before_loading", "exported_file", "integer_tensors",
+    "ADAPTER", "CONFIG_FILES", "EXPORT_FILES", "HEAD_FILE", "MODULES", "TOKENIZER_FILES", "VOCABULARY_FILES", "WEIGHT_FILES",
+    "broken_file", "broken_part", "check_before_loading", "check_folder_exists", "check_language_model", "check_no_adapter",
+    "exported_file", "gguf_file", "integer_tensors",
 ]  # fmt: skip
 
 CONFIG_FILES = ("config.json",)
@@ -27,6 +28,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json", "*.safetensors")
+ADAPTER = "adapter_config.json"
 MODULES = "modules.json"
 """Names the parts of a model of sentence-transformers, most of which are in subfolders."""
 EXPORT_FILES = {"onnx": "model.onnx", "openvino": "openvino_model.xml"}
@@ -42,6 +44,46 @@ _MOST = {
 }  # fmt: skip
 """Largest values in config.json: transformers creates that many entries or layers before it reads any weight. The largest known
 models have a few hundred layers."""
+
+
+def check_folder_exists(name: str, flag: str) -> None:
+    """Raises UserError for a folder that does not exist. The names of models on the hub are NAME and OWNER/NAME."""
+    if os.path.exists(name):
+        return
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
+        raise UserError(f"the folder {name} does not exist ({flag})")
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that `name` is, or that its folder contains instead of a transformers model; None if there is none."""
+    path = Path(name)
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise UserError(f"{name} contains {len(found)} GGUF files; name one of them: {', '.join(map(str, found[:5]))}")
+    return found[0] if found else None
+
+
+def check_language_model(name: str, flag: str) -> None:
+    """Raises UserError for a file that is not GGUF, and for a folder without a model or an adapter."""
+    path = Path(name)
+    if path.suffix == ".gguf" and not path.is_file():
+        raise UserError(f"{flag} {name} does not exist")
+    if path.is_file():
+        raise UserError(f"{flag} {name} is a file; name a folder, a GGUF file, or a model on the hub")
+    if path.is_dir() and not any((path / one).exists() for one in ("config.json", ADAPTER)):
+        raise UserError(f"{name} does not contain a model: it has neither config.json nor {ADAPTER} nor a GGUF file")
+
+
+def check_no_adapter(name: str) -> None:
+    """Raises UserError for the folder of an adapter, which is not trained further."""
+    if (Path(name) / ADAPTER).is_file() and not (Path(name) / "config.json").exists():
+        raise UserError(
+            f"{name} is an adapter, not a model; train its base model, or write the merged model with --merge and train that"
+        )
 
 
 def check_before_loading(folder: Path) -> None:

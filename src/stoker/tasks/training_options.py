@@ -1,24 +1,24 @@
-"""The options of `stoker train`: those of Hugging Face's example scripts, parsed by HfArgumentParser with stricter checks."""
+"""The options that all tasks of `stoker train` share, those of Hugging Face's example scripts, and the checks of their values.
+
+Imports neither torch nor transformers: command lines are checked before those are loaded (`early_checks`).
+"""
 
 import difflib
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from transformers import HfArgumentParser
-
-from stoker.errors import UserError, first_line, one_line
-from stoker.hf.arguments import TrainingArguments
+from stoker.errors import UserError, first_line
 from stoker.option_values import StrictValues
 from stoker.requires import supported
 
 # No `from __future__ import annotations`: HfArgumentParser reads the types of these fields.
 
 __all__ = [
-    "DataOptions", "ModelOptions", "OptionParser", "check_best", "check_label_names", "check_optimizer", "given",
-    "overlap_option", "padding_option",
+    "CheckedParser", "DataOptions", "ModelOptions", "check_best", "check_label_names", "check_optimizer", "check_range", "given",
+    "joined", "overlap_option", "padding_option",
 ]  # fmt: skip
 
 log = logging.getLogger("stoker")
@@ -102,42 +102,29 @@ class DataOptions:
     )
 
 
-class OptionParser(StrictValues, HfArgumentParser):  # type: ignore[misc]
-    """HfArgumentParser with one-sentence errors and range checks."""
+class CheckedParser(StrictValues):
+    """One sentence for every mistake in a command line of `stoker train`; `command` is the command without `stoker`."""
 
-    def __init__(self, command: str, *kinds: Any, arguments: Any = TrainingArguments) -> None:
-        kinds = (ModelOptions, *kinds, arguments)
-        HfArgumentParser.__init__(self, kinds, prog=f"stoker {command}", allow_abbrev=False)
-        self.command = command
+    command: str
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"stoker {self.command}: {message}; `stoker {self.command} --help` lists the common options")
 
-    def read(self, argv: list[str]) -> tuple[Any, ...]:
-        """Parses a command line and checks the range of every option."""
-        try:
-            *options, rest = self.parse_args_into_dataclasses(
-                _joined(argv), return_remaining_strings=True, look_for_args_file=False
-            )
-        # transformers raises for bad values, and for packages that some options need
-        except (ValueError, TypeError, ImportError, ArithmeticError, OSError) as error:
-            raise UserError(f"stoker {self.command}: {one_line(error)}") from None
+    def refuse(self, rest: Sequence[str]) -> None:
+        """Raises UserError if the parser has left anything over."""
         if rest and not rest[0].startswith("-"):
             self.error(f"{rest[0]!r} is one value too many for the option before it")
         if rest:
             close = difflib.get_close_matches(rest[0].partition("=")[0], self.option_names, n=1, cutoff=0.7)
             hint = f" (did you mean {close[0]}?)" if close else ""
             self.error(f"unknown option {rest[0]}{hint}")
-        for one in options:
-            _check_range(one)
-        return tuple(options)
 
 
 _COMMA_SEPARATED = ("text_column_names", "column_names", "matryoshka_dims", "metric_name", "lora_targets")
 """Options with several values in one. A recipe may have them as a list, and a command line with spaces."""
 
 
-def _joined(argv: list[str]) -> list[str]:
+def joined(argv: Sequence[str]) -> list[str]:
     """`--text_column_names a b` as `--text_column_names a,b`."""
     words: list[str] = []
     several = False  # whether the last word belongs to one of these options
@@ -188,7 +175,8 @@ _BELOW = {
 """Outside these ranges, options fail late with a library's own error, or silently do something else."""
 
 
-def _check_range(options: Any) -> None:
+def check_range(options: Any) -> None:
+    """Raises UserError for a number out of its range, and for an empty name."""
     for name, least in (dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_AT_LEAST_0, 0)).items():
         value = getattr(options, name, None)
         if value is not None and not value >= least:
@@ -288,7 +276,7 @@ def _require_finite(value: Any) -> None:
         raise ValueError(f"{value} is not a finite number")
 
 
-def given(name: str, argv: list[str]) -> bool:
+def given(name: str, argv: Sequence[str]) -> bool:
     """Whether an option is on the command line."""
     spellings = (f"--{name}", f"--{name.replace('_', '-')}")
     return any(word.partition("=")[0] in spellings for word in argv)

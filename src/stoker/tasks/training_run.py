@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from stoker.errors import UserError, one_line
+from stoker.errors import UserError, one_line, readable
 from stoker.hf.arguments import TrainingArguments
 from stoker.hf.batches import lengths_of
 from stoker.hf.checkpointing import folders, lock, restart, same_run
@@ -26,10 +26,11 @@ from stoker.run_report.live_process import start_live
 from stoker.tasks import memory_estimate, recipe
 from stoker.tasks.collate import Collator
 from stoker.tasks.display import use_display
+from stoker.tasks.early_checks import check_request
 from stoker.tasks.file_patterns import expand
 from stoker.tasks.loading import quiet
-from stoker.tasks.model_folder import exported_file
-from stoker.tasks.training_options import OptionParser, check_optimizer, given
+from stoker.tasks.option_parser import OptionParser
+from stoker.tasks.training_options import check_optimizer, given
 from stoker.whole_files import write_text
 
 __all__ = [
@@ -60,10 +61,23 @@ class Job:
         if self.args.process_index == 0:
             self.console.print(sentence)
 
+    def announce(self, phase: str) -> None:
+        """Says what takes the next seconds."""
+        self.print(readable(f"{phase} ..."))
+
+    def announce_reading(self) -> None:
+        names = [name for split in wanted_splits(self.args) for name in _listed(self.source(split)[0])]
+        data = self.data.dataset_name or getattr(self.data, "task_name", None)
+        self.announce(f"reading {', '.join(dict.fromkeys(names)) or data or 'the data'}")
+
     def source(self, split: str) -> tuple[str | None, int | None]:
         """The file given for a split, if any, and the largest number of rows to use of it."""
         limit = {"validation": "eval", "test": "predict"}.get(split, split)
         return getattr(self.data, f"{split}_file"), getattr(self.data, f"max_{limit}_samples")
+
+
+def _listed(names: Any) -> list[str]:
+    return names if isinstance(names, list) else [names] if names else []
 
 
 class Prepared(Protocol):
@@ -90,13 +104,8 @@ def begin(task: str, argv: list[str], data_options: Any, arguments: Any = Traini
     if (workers := _value("preprocessing_num_workers", argv)) is not None:
         os.environ["RAYON_NUM_THREADS"] = workers  # tokenizers reads it once, when it first tokenizes
     model, data, args = OptionParser(f"train {task}", data_options, arguments=arguments).read(argv)
-    if not (args.do_train or args.do_eval or args.do_predict):
-        raise UserError(f"stoker train {task} has nothing to do; add --do_train, --do_eval or --do_predict")
-    if args.do_train and not given("output_dir", argv):
-        raise UserError("--output_dir is missing; it names the folder for the model")
-    _check_data_given(args, data)
+    check_request(task, model, data, args, argv)
     if args.do_train:
-        _check_trainable(model.model_name_or_path)
         check_optimizer(args)
     _check_output(args)
     job = Job(task, argv, model, data, args, Console(stderr=True, highlight=False, markup=False, soft_wrap=True))
@@ -112,13 +121,6 @@ def _serve_live(job: Job) -> None:
         job.print(start_live(Path(job.args.output_dir), job.data.live_host, job.data.live_port))
     else:
         log.warning("--live is ignored: it shows training, and --do_train is not given")
-
-
-def _check_trainable(name: str) -> None:
-    if (file := exported_file(name)) is not None:
-        raise UserError(
-            f"{name} contains an export ({file.name}), which cannot be trained; name the model it was made from"
-        )
 
 
 def _log_to_stderr() -> None:
@@ -138,19 +140,6 @@ def _value(name: str, argv: list[str]) -> str | None:
         if word.startswith(spelling + "="):
             return word.partition("=")[2]
     return None
-
-
-def _check_data_given(args: Any, data: Any) -> None:
-    if data.dataset_name or (getattr(data, "task_name", None) and not (data.train_file or data.validation_file)):
-        return
-    split = bool(data.train_file and getattr(data, "validation_split_percentage", 0))
-    for wanted, file, flag in (
-        (args.do_train, data.train_file, "--train_file"),
-        (args.do_eval, data.validation_file or split, "--validation_file"),
-        (args.do_predict, data.test_file, "--test_file"),
-    ):
-        if wanted and not file:
-            raise UserError(f"{flag} is missing; name a file, or a data set on the hub with --dataset_name")
 
 
 def _check_output(args: Any) -> None:

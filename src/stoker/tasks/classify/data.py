@@ -13,7 +13,10 @@ from stoker.errors import UserError
 from stoker.tasks.faults import Faults
 from stoker.tasks.files import Row, read_rows, text_fault
 
-__all__ = ["GLUE", "Columns", "Example", "Labels", "Task", "choose_columns", "collect", "label_order", "read_examples"]
+__all__ = [
+    "GLUE", "Columns", "Example", "Labels", "Task", "choose_columns", "collect", "columns_of", "label_order", "read_examples",
+    "text_columns",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,26 @@ def choose_columns(names: Sequence[str], texts: Sequence[str] | None, label: str
     return Columns((first,) if second is None else (first, second), chosen_label)
 
 
+def columns_of(
+    row: Row, texts: Sequence[str] | None, label: str | None, task: str | None, *, labelled: bool
+) -> Columns:
+    """The columns of a table whose first row this is."""
+    columns = choose_columns([str(name) for name in row.values], texts, label, task)
+    if labelled and columns.label is None:
+        raise UserError(f"{row.where}: no column looks like a label; name it with --label_column_name")
+    return columns
+
+
+def text_columns(text: str | None) -> list[str] | None:
+    """The names in --text_column_names."""
+    if not text:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if len(names) > 2 or not all(names):
+        raise UserError(f"--text_column_names {text}: name one column, or two for pairs of texts, separated by a comma")
+    return names
+
+
 def read_examples(
     path: str | Path,
     *,
@@ -164,9 +187,7 @@ def collect(
     columns: Columns | None = None
     for number, row in enumerate(rows):
         if columns is None:
-            columns = choose_columns([str(name) for name in row.values], texts, label, task)
-            if labelled and columns.label is None:
-                raise UserError(f"{row.where}: no column looks like a label; name it with --label_column_name")
+            columns = columns_of(row, texts, label, task, labelled=labelled)
         values = [row.values.get(name) for name in columns.texts]
         if reason := next(filter(None, map(text_fault, columns.texts, values)), None):
             faults.add(row.where, reason)

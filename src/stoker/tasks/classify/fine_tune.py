@@ -14,6 +14,7 @@ from stoker.tasks.classify.data import GLUE, Example, Labels
 from stoker.tasks.classify.features import Rows, make_rows
 from stoker.tasks.classify.labelled_examples import check_labels, split_examples
 from stoker.tasks.classify.metrics import METRICS, is_combined, measure
+from stoker.tasks.classify.option_rules import check_rules
 from stoker.tasks.classify.worth import ConstantAnswer, tables
 from stoker.tasks.loading import load_config, load_config_and_tokenizer, load_model, row_length
 from stoker.tasks.shown_rows import right_and_wrong, spread
@@ -67,10 +68,9 @@ def predict_all_rows(args: Any) -> None:
 def begin(argv: list[str]) -> training_run.Job:
     job = training_run.begin("classify", argv, ClassifyOptions)
     args, options = job.args, job.data
+    check_rules(args, options)
     if options.task_name is not None:
         options.task_name = options.task_name.lower()
-        if options.task_name not in GLUE:
-            raise UserError(f"--task_name {options.task_name} is not a GLUE task; choose one of {', '.join(GLUE)}")
     check_label_names(args)
     predict_all_rows(args)
     check_best(args, job.argv, _metrics(_metric_names(options)), "loss")
@@ -132,6 +132,7 @@ class Prepared:
         from transformers import AutoModelForSequenceClassification, set_seed
 
         set_seed(job.args.seed)
+        job.announce(f"loading the weights of {job.model.model_name_or_path}")
         model = load_model(AutoModelForSequenceClassification, job.model, self.config)
         trainer: ClassifyTrainer = training_run.make_trainer(
             job, ClassifyTrainer, model, self.tokenizer, self.sets, names=self.names, labels=self.labels
@@ -142,6 +143,7 @@ class Prepared:
 def prepare(job: training_run.Job) -> Prepared:
     options = job.data
     regression = _regression(options)
+    job.announce_reading()
     raw, classes = _data(job, regression)
     labels = None if regression else _labels(job, raw, classes)
     changes: dict[str, Any] = {"finetuning_task": options.task_name}
@@ -152,6 +154,7 @@ def prepare(job: training_run.Job) -> Prepared:
         changes |= {"num_labels": 1, "problem_type": "regression"}
     config, tokenizer = load_config_and_tokenizer(job.model, **changes)
     length = row_length(options.max_seq_length, tokenizer, config)
+    job.announce(f"tokenizing {sum(map(len, raw.values())):,} rows")
     sets = {
         split: make_rows(examples, tokenizer, labels, max_seq_length=length, fresh=options.overwrite_cache)
         for split, examples in raw.items()

@@ -8,7 +8,7 @@ from typing import Any
 from stoker.errors import UserError
 from stoker.numbers import finite_number
 from stoker.tasks import hub
-from stoker.tasks.classify.data import Example, Labels, choose_columns, collect, read_examples
+from stoker.tasks.classify.data import Example, Labels, choose_columns, collect, read_examples, text_columns
 from stoker.tasks.faults import Faults
 from stoker.tasks.training_run import Job, cut
 
@@ -24,7 +24,7 @@ def split_examples(
     """
     options = job.data
     file, most = job.source(split)
-    columns = _text_columns(options.text_column_names)
+    columns = text_columns(options.text_column_names)
     choices: dict[str, Any] = {
         "texts": columns, "label": options.label_column_name, "task": task,
         "regression": regression, "labelled": split != "test",
@@ -43,15 +43,6 @@ def split_examples(
         label = choose_columns(list(found.columns), columns, options.label_column_name, task).label
         classes = found.columns.get(str(label), ())
     return cut(examples, most), classes
-
-
-def _text_columns(text: str | None) -> list[str] | None:
-    if not text:
-        return None
-    names = [name.strip() for name in text.split(",")]
-    if len(names) > 2 or not all(names):
-        raise UserError(f"--text_column_names {text}: name one column, or two for pairs of texts, separated by a comma")
-    return names
 
 
 def check_labels(labels: Labels, raw: Mapping[str, Sequence[Example]], *, for_numbers: str) -> None:

@@ -25,10 +25,11 @@ from stoker.tasks.demo.demo_folder import check_folder, prepare_folder
 from stoker.tasks.demo.demo_run import DemoOptions
 from stoker.tasks.demo.json_answers import Exam, chats, expected, prompt
 from stoker.tasks.demo.world import Asked, ask_world
+from stoker.tasks.model_folder import gguf_file
 from stoker.tasks.sft import fine_tune
 from stoker.tasks.sft.data import Chat
 from stoker.tasks.sft.features import IGNORED, Encoder
-from stoker.tasks.sft.language_model import LanguageModel, empty_with_adapters, gguf_file
+from stoker.tasks.sft.language_model import LanguageModel, empty_with_adapters
 from stoker.tasks.sft.training_time import estimate_seconds
 from stoker.whole_files import write_text
 

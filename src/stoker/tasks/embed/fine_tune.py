@@ -104,10 +104,12 @@ class Prepared:
 
 def prepare(job: training_run.Job) -> Prepared:
     args = job.args
-    models = FreshModels.of(lambda: _load(job))
-    dims = _dims(job.data.matryoshka_dims, models.first)
+    job.announce_reading()
     rows = {split: read_split(job, split) for split in training_run.wanted_splits(args)}
     corpus = read_corpus(job)
+    job.announce(f"loading the weights of {job.model.model_name_or_path}")
+    models = FreshModels.of(lambda: _load(job))
+    dims = _dims(job.data.matryoshka_dims, models.first)
     loss = _choose_loss(job, rows["train"]) if "train" in rows else None
     prompts = _prompts(job, models.first, rows)
     evaluation = _evaluation(job, rows["validation"], corpus, dims) if "validation" in rows else None

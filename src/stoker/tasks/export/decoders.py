@@ -12,7 +12,8 @@ from stoker.tasks.export.comparison import Comparison, Figures, agreement, size_
 from stoker.tasks.export.export_source import Source
 from stoker.tasks.export.graph_module import example_rows
 from stoker.tasks.loading import most_tokens
-from stoker.tasks.sft.language_model import ADAPTER, LanguageModel, base_of, load_for_chat
+from stoker.tasks.model_folder import ADAPTER
+from stoker.tasks.sft.language_model import LanguageModel, base_of, load_for_chat
 
 __all__ = ["export_language_model"]
 

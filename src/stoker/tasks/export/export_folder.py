@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from stoker.errors import UserError
 from stoker.hf.checkpointing import folders
-from stoker.tasks.training_run import write_json
+from stoker.whole_files import write_text
 
 __all__ = ["check_target", "staged", "write_facts"]
 
@@ -65,4 +66,4 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def write_facts(folder: Path, facts: Mapping[str, object]) -> None:
-    write_json(folder / _FACTS, facts)
+    write_text(folder / _FACTS, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")

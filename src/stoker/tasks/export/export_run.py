@@ -11,35 +11,16 @@ from stoker import __version__
 from stoker.errors import UserError
 from stoker.run_report.log import NAME, RunLog, read_run
 from stoker.tasks.export.comparison import Comparison
-from stoker.tasks.export.export_folder import check_target, staged, write_facts
+from stoker.tasks.export.export_folder import staged, write_facts
 from stoker.tasks.export.export_source import Source, find_source
 
-__all__ = ["export", "target_of"]
+__all__ = ["export"]
 
-_PACKAGES = {
-    "onnx": (("onnx", "onnxscript", "onnxruntime"), "onnx"),
-    "openvino": (("openvino", "nncf"), "openvino"),
-    "gguf": (("gguf",), "gguf"),
-}
-"""What a format needs, and the extra that installs it."""
 Say = Callable[[str], None]
-
-
-def target_of(name: str, to: str, int8: bool, output_dir: str | None) -> Path:
-    if output_dir is not None:
-        return Path(output_dir)
-    folder = Path(name)
-    if not folder.exists():
-        raise UserError(
-            f"there is no folder {name}; name the folder of a run, or, for a model on the hub, add --output_dir for the export"
-        )
-    return (folder if folder.is_dir() else folder.parent) / (f"{to}-int8" if int8 else to)
 
 
 def export(name: str, to: str, int8: bool, target: Path, validation_file: str | None, say: Say) -> Comparison:
     """Writes the model `name` in the format `to` into the folder `target`."""
-    _check_packages(to, int8)
-    check_target(Path(name), target)
     source = find_source(name, validation_file)
     _check_format(source, to, int8)
     with staged(target) as folder:
@@ -61,15 +42,6 @@ def _write(source: Source, to: str, int8: bool, folder: Path, say: Say) -> Compa
         return export_safetensors(source, folder, say)
     writer = getattr(importlib.import_module(f"stoker.tasks.export.{to}_format"), f"write_{to}")
     return export_encoder(source, to, int8, folder, lambda *rest: writer(*rest, int8=int8), say)
-
-
-def _check_packages(to: str, int8: bool) -> None:
-    packages, extra = _PACKAGES.get(to, ((), ""))
-    for package in packages:
-        if package == "nncf" and not int8:
-            continue
-        if importlib.util.find_spec(package) is None:
-            raise UserError(f"--to {to} needs {package}: pip install 'stoker[{extra}]'")
 
 
 def _check_format(source: Source, to: str, int8: bool) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from stoker.errors import UserError
 from stoker.tasks import recipe
 from stoker.tasks.fewshot.classifier_head import has_head
-from stoker.tasks.model_folder import exported_file
 from stoker.tasks.use.model_kind import model_kind
 
 __all__ = ["Source", "find_source"]
@@ -58,16 +57,6 @@ class Source:
 
 def find_source(name: str, validation_file: str | None) -> Source:
     folder = Path(name)
-    if folder.is_file() and folder.suffix != ".gguf":
-        raise UserError(f"{name} is a file; name the folder of a run or of a model")
-    if folder.is_dir() and exported_file(folder) is not None:
-        raise UserError(
-            f"{name} is an export already; name the folder of the run or of the model that it was made from"
-        )
-    if folder.is_dir() and not any((folder / one).exists() for one in ("config.json", "adapter_config.json", "modules.json")) \
-            and not any(folder.glob("*.gguf")):  # fmt: skip
-        what = "a run without a saved model" if (folder / "run.jsonl").exists() else "neither a run nor a model"
-        raise UserError(f"{name} is {what}: it has no config.json; name the --output_dir of a finished run")
     kind = model_kind(
         name, "only encoders with a head, embedding models, rerankers and language models can be exported"
     )

@@ -105,7 +105,9 @@ def prepare(job: training_run.Job) -> Prepared:
     from stoker.tasks.fewshot.head_fit import METRICS, HeadEvaluator, HeadFit
 
     args = job.args
+    job.announce_reading()
     raw, classes = _read(job)
+    job.announce(f"loading the weights of {job.model.model_name_or_path}")
     models = FreshModels.of(lambda: _load(job))
     loaded = None if "train" in raw else _loaded_head(job, models.first)
     labels = _labels(raw, classes, loaded)

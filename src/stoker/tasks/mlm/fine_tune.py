@@ -11,6 +11,7 @@ from stoker.tasks import hub, training_run
 from stoker.tasks.file_patterns import expand
 from stoker.tasks.loading import load_config_and_tokenizer, load_model, row_length
 from stoker.tasks.mlm.features import TextRows, make_rows, tokenize_sources
+from stoker.tasks.mlm.option_rules import check_rules
 from stoker.tasks.mlm.texts import FileTexts, HubTexts, Source
 from stoker.tasks.training_options import DataOptions, check_best, given, padding_option
 
@@ -84,6 +85,7 @@ class Prepared:
         from stoker.tasks.mlm.masking import MaskingCollator
 
         set_seed(job.args.seed)
+        job.announce(f"loading the weights of {job.model.model_name_or_path}")
         model = load_model(AutoModelForMaskedLM, job.model, self.config)
         collator = MaskingCollator(self.tokenizer, self.options.masking, self.options.mlm_probability)
         return training_run.make_trainer(job, MlmTrainer, model, self.tokenizer, self.sets, data_collator=collator)
@@ -98,6 +100,7 @@ def prepare(job: training_run.Job) -> Prepared:
             "`stoker train sft` trains language models on texts"
         )
     length = row_length(options.max_seq_length, tokenizer, config)
+    job.announce_reading()
     return Prepared(_sets(job, tokenizer, length), options, tokenizer, config)
 
 
@@ -124,14 +127,7 @@ def main(argv: list[str]) -> int:
 
 def _check(job: training_run.Job) -> None:
     args, options = job.args, job.data
-    if args.do_predict:
-        raise UserError("stoker train mlm does not predict a test file; leave out --do_predict")
-    if not 0 < options.mlm_probability < 1:
-        raise UserError(f"--mlm_probability is {options.mlm_probability}; it must be above 0 and below 1")
-    if not 0 <= options.validation_split_percentage < 100:
-        raise UserError(
-            f"--validation_split_percentage is {options.validation_split_percentage}; it must be at least 0 and below 100"
-        )
+    check_rules(args, options)
     if str(args.metric_for_best_model).endswith("perplexity") and not given("greater_is_better", job.argv):
         args.greater_is_better = False  # transformers knows this of losses only
     check_best(args, job.argv, _METRICS, "loss")

@@ -19,7 +19,7 @@ from stoker.tasks.files import Row, is_unicode, read_rows
 from stoker.tasks.hub import Split
 from stoker.user_files import stream_bytes
 
-__all__ = ["FileTexts", "HubTexts", "Source"]
+__all__ = ["FileTexts", "HubTexts", "Source", "is_table", "likeliest_column"]
 
 _TABLES = (".json", ".csv", ".tsv", ".parquet")
 _LINES = (".jsonl", ".ndjson")
@@ -28,6 +28,15 @@ LONGEST_TEXT = 1 << 20
 """Characters of a line; longer ones are divided at a space. Tokenizers take time and memory for a line as a whole."""
 TEXTS_TOGETHER = 1 << 21
 """Bytes, or characters, of texts in one list. Tokenizing takes about fifty times as much memory."""
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file has columns; the others have a text per line."""
+    return _suffix(path) in (*_TABLES, *_LINES)
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 class Source(Protocol):
@@ -55,7 +64,7 @@ class FileTexts:
 
     @property
     def _kind(self) -> str:
-        return Path(self.path.name.lower().removesuffix(".gz")).suffix
+        return _suffix(self.path)
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(f"{self._kind} {self.path.suffix == '.gz'} {self.column}".encode(), digest_size=16)
@@ -191,7 +200,7 @@ def _column(rows: Iterable[Row], column: str | None, faults: Faults) -> Iterator
     size = 0
     for row in rows:
         if column is None:
-            column = _likeliest(row.values)
+            column = likeliest_column(row.values)
         text: Any = row.values.get(column)
         if wrong := _wrong(text, column, row.values):
             faults.add(row.where, wrong)
@@ -205,7 +214,8 @@ def _column(rows: Iterable[Row], column: str | None, faults: Faults) -> Iterator
     yield texts
 
 
-def _likeliest(values: dict[str, Any]) -> str:
+def likeliest_column(values: dict[str, Any]) -> str:
+    """The column with the texts, by its name."""
     found = next((name for name in _COLUMNS if name in values), None)
     if found is None:
         names = ", ".join(map(str, values)) or "none"

@@ -21,7 +21,10 @@ from stoker.tasks.faults import Faults
 from stoker.tasks.files import Row, is_unicode, read_lines, read_rows
 from stoker.tasks.ner.tags import OUTSIDE, Scheme, span_tags
 
-__all__ = ["Columns", "Layout", "Sentence", "collect", "converted", "is_conll", "read_sentences", "split_words"]
+__all__ = [
+    "Columns", "Layout", "Sentence", "collect", "conll_layout", "converted", "is_conll", "layout_of", "read_sentences",
+    "split_words",
+]  # fmt: skip
 
 _CONLL = (".conll", ".conll03", ".bio", ".iob", ".iob2", ".bioes", ".txt", ".tsv", ".ner")
 _WORDS = ("tokens", "words")
@@ -84,9 +87,13 @@ def read_sentences(
     path = Path(path)
     if not is_conll(path):
         return collect(read_rows(path, faults), columns, faults, labelled=labelled)
-    text = _position(columns.text, "--text_column_name", 0)
-    layout = Layout("conll", text, _position(columns.label, "--label_column_name", -1))
+    layout = conll_layout(columns)
     return layout, _some(list(_conll(path, layout, faults, labelled)), faults)
+
+
+def conll_layout(columns: Columns) -> Layout:
+    text = _position(columns.text, "--text_column_name", 0)
+    return Layout("conll", text, _position(columns.label, "--label_column_name", -1))
 
 
 def _some(sentences: list[Sentence], faults: Faults) -> list[Sentence]:
@@ -170,7 +177,7 @@ def collect(rows: Iterable[Row], columns: Columns, faults: Faults, *, labelled: 
     layout: Layout | None = None
     for row in rows:
         if layout is None:
-            layout = _layout(row.values, columns, labelled)
+            layout = layout_of(row.values, columns, labelled)
         try:
             sentences.append(_from_row(row, layout, labelled))
         except Unusable as reason:
@@ -180,7 +187,8 @@ def collect(rows: Iterable[Row], columns: Columns, faults: Faults, *, labelled: 
     return layout, found
 
 
-def _layout(values: dict[str, Any], columns: Columns, labelled: bool) -> Layout:
+def layout_of(values: dict[str, Any], columns: Columns, labelled: bool) -> Layout:
+    """The layout of a table whose first row has these values."""
     names = [str(name) for name in values]
     for name, flag in ((columns.text, "--text_column_name"), (columns.label, "--label_column_name")):
         if name is not None and name not in names and (labelled or flag == "--text_column_name"):

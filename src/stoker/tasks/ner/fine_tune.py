@@ -132,6 +132,7 @@ class Prepared:
         from transformers import AutoModelForTokenClassification, set_seed
 
         set_seed(job.args.seed)
+        job.announce(f"loading the weights of {job.model.model_name_or_path}")
         model = load_model(AutoModelForTokenClassification, job.model, self.config)
         trainer: NerTrainer = training_run.make_trainer(
             job, NerTrainer, model, self.tokenizer, self.sets, labels=self.labels, by_type=self.by_type
@@ -141,6 +142,7 @@ class Prepared:
 
 def prepare(job: training_run.Job) -> Prepared:
     args, options = job.args, job.data
+    job.announce_reading()
     raw = {split: _read(job, split) for split in training_run.wanted_splits(args)}
     labels = _labels(job, raw)
     sentences = {split: _converted(job, split, data, labels) for split, data in raw.items()}
@@ -149,6 +151,7 @@ def prepare(job: training_run.Job) -> Prepared:
         job.model, label2id=numbers, id2label=dict(enumerate(labels.names)), finetuning_task="ner"
     )
     length = row_length(options.max_seq_length, tokenizer, config)
+    job.announce(f"tokenizing {sum(map(len, sentences.values())):,} sentences")
     sets = {
         split: make_rows(
             one, tokenizer, labels.names, max_seq_length=length, doc_stride=options.doc_stride,

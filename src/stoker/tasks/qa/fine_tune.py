@@ -153,6 +153,7 @@ class Prepared:
         from transformers import AutoModelForQuestionAnswering, set_seed
 
         set_seed(job.args.seed)
+        job.announce(f"loading the weights of {job.model.model_name_or_path}")
         model = load_model(AutoModelForQuestionAnswering, job.model, self.config)
         options = self.options
         trainer: QaTrainer = training_run.make_trainer(
@@ -166,6 +167,7 @@ def prepare(job: training_run.Job) -> Prepared:
     options = job.data
     config, tokenizer = load_config_and_tokenizer(job.model)
     options.max_seq_length = row_length(options.max_seq_length, tokenizer, config)
+    job.announce_reading()
     sets = {split: _windows(job, tokenizer, split) for split in training_run.wanted_splits(job.args)}
     return Prepared(sets, options, tokenizer, config)
 
@@ -214,6 +216,7 @@ def _windows(job: training_run.Job, tokenizer: Any, split: str) -> Windows:
                 "%s of %s %s questions have no answer; --version_2_with_negative lets the model say so",
                 f"{without:,}", f"{len(questions):,}", split,
             )  # fmt: skip
+    job.announce(f"tokenizing {len(questions):,} questions")
     return make_windows(
         questions,
         tokenizer,

@@ -113,10 +113,12 @@ class Prepared:
 
 def prepare(job: training_run.Job) -> Prepared:
     options = job.data
+    job.announce_reading()
     rows = _read(job)
     corpus = read_corpus(job)
     loss = sentence_run.choose_loss(job, rows["train"], LOSSES, LOSS_OF_KIND) if "train" in rows else None
     classes = _classes(job, rows)
+    job.announce(f"loading the weights of {job.model.model_name_or_path}")
     models = FreshModels.of(lambda: _load(job, classes))
     evaluation = _evaluation(job, rows["validation"], corpus, classes) if "validation" in rows else None
     if loss is not None and options.mine_negatives:

@@ -28,6 +28,7 @@ __all__ = [
     "Unusable",
     "collect",
     "read_examples",
+    "recognised",
 ]
 
 Message = dict[str, Any]
@@ -248,9 +249,10 @@ FORMATS = (
 PAIR_FORMATS = (Format("preference pairs", ("chosen", "rejected"), _preference, "completions"),)
 
 
-def recognised(columns: Collection[str], formats: Sequence[Format], source: str) -> Format:
+def recognised(columns: Collection[str], source: str, *, pairs: bool) -> Format:
     """The first format whose columns are all there."""
-    if formats is FORMATS and set(PAIR_FORMATS[0].columns) <= set(columns):
+    formats = PAIR_FORMATS if pairs else FORMATS
+    if not pairs and set(PAIR_FORMATS[0].columns) <= set(columns):
         raise UserError(f"{source} contains preference pairs (columns chosen and rejected); add --dpo to train on them")
     for one in formats:
         if set(one.columns) <= set(columns):
@@ -280,7 +282,7 @@ def collect(
         if most is not None and len(examples) >= most:
             break
         if chosen is None:
-            chosen = recognised(list(row.values), PAIR_FORMATS if pairs else FORMATS, faults.source)
+            chosen = recognised(list(row.values), faults.source, pairs=pairs)
         try:
             examples.append(Example(row.where, chosen.read(row.values)))
         except Unusable as reason:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from stoker.kernels.frozen_parameter import FORMS
 from stoker.model.frozen_weights import describe
 from stoker.model.optimize import restore_classes
 from stoker.tasks import hub, training_run
+from stoker.tasks.early_checks import wants_pairs
 from stoker.tasks.faults import Faults
 from stoker.tasks.fresh_models import FreshModels
 from stoker.tasks.loading import most_tokens
@@ -27,6 +28,7 @@ from stoker.tasks.sft.chat_template import adopt_template, ensure_template
 from stoker.tasks.sft.data import Chat, Example, Format, Pair, Plain, collect, read_examples
 from stoker.tasks.sft.features import IGNORED, Encoder, make_pairs, make_rows
 from stoker.tasks.sft.language_model import LanguageModel, load_for_training, lora_config, save_merged
+from stoker.tasks.sft.option_rules import check_rules
 from stoker.tasks.sft.samples import Samples, choose_samples
 from stoker.tasks.sft.training_time import estimate_seconds, rounded_duration
 from stoker.tasks.training_options import DataOptions, check_best, given
@@ -82,13 +84,14 @@ def arguments_of(argv: Sequence[str]) -> Any:
     """The class of TRL's arguments that a command line needs."""
     from stoker.tasks.sft.trl_trainers import DPOArguments, SFTArguments
 
-    off = any(word.lower() in {"--dpo=false", "--no_dpo"} for word in argv)
-    return DPOArguments if given("dpo", list(argv)) and not off else SFTArguments
+    return DPOArguments if wants_pairs(argv) else SFTArguments
 
 
 def main(argv: list[str]) -> int:
     job = begin(argv)
-    return run(job, load(job))
+    raw = _read_all(job)
+    job.announce(f"loading the weights of {job.model.model_name_or_path}")
+    return run(job, load(job), raw=raw)
 
 
 def begin(argv: list[str]) -> training_run.Job:
@@ -115,13 +118,17 @@ def load(job: training_run.Job) -> LanguageModel:
     return load_for_training(job.model, job.data.frozen_weights)
 
 
+Raw: TypeAlias = dict[str, tuple[Format, list[Example], Faults]]
+"""The examples of each split, as they were read."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The rows of each set, and what was read for them."""
 
     models: FreshModels
     tokenizer: Any
-    raw: dict[str, tuple[Format, list[Example], Faults]]
+    raw: Raw
     sets: dict[str, Any]
     max_length: int
     metrics: Sequence[str]
@@ -135,12 +142,14 @@ class Prepared:
         return _trainer(job, LanguageModel(self.tokenizer, self.models.take()), self.sets)
 
 
-def prepare(job: training_run.Job, found: LanguageModel | None = None) -> Prepared:
-    """Reads the data. `found` is the model, if it has been loaded already."""
+def prepare(job: training_run.Job, found: LanguageModel | None = None, raw: Raw | None = None) -> Prepared:
+    """`found` is the model, if it has been loaded already, and `raw` the data, if it has been read."""
     args = job.args
-    found = load(job) if found is None else found
+    raw = _read_all(job) if raw is None else raw
+    if found is None:
+        job.announce(f"loading the weights of {job.model.model_name_or_path}")
+        found = load(job)
     args.max_length = _row_length(args.max_length, found)
-    raw = {split: _read(job, split) for split in training_run.wanted_splits(args)}
     chats = _prepare_template(job, raw, found.tokenizer)
     encoder = _encoder(job, raw["train"][0], found.tokenizer, chats)
     sets = {split: _dataset(job, encoder, *one) for split, one in raw.items()}
@@ -148,10 +157,12 @@ def prepare(job: training_run.Job, found: LanguageModel | None = None) -> Prepar
     return Prepared(models, found.tokenizer, raw, sets, args.max_length, _metrics(job.data))
 
 
-def run(job: training_run.Job, found: LanguageModel, exam: Samples | None = None, **facts: Any) -> int:
+def run(
+    job: training_run.Job, found: LanguageModel, exam: Samples | None = None, raw: Raw | None = None, **facts: Any
+) -> int:
     """Trains and writes the result. `exam` replaces the samples of --samples; `facts` are added to the run's log."""
     args, options = job.args, job.data
-    prepared = prepare(job, found)
+    prepared = prepare(job, found, raw)
     raw = prepared.raw
     if exam is None:
         exam = Samples(choose_samples(raw.get("validation", raw["train"])[1], found.tokenizer, options.samples))
@@ -178,23 +189,7 @@ def _metrics(options: SftOptions) -> list[str]:
 
 def _check(job: training_run.Job) -> None:
     args, options = job.args, job.data
-    if args.do_predict:
-        raise UserError(
-            "stoker train sft does not predict a test file; `stoker chat --model DIR --prompt ...` answers prompts"
-        )
-    if not args.do_train:
-        raise UserError("stoker train sft always trains; leave out --do_train False")
-    if options.full and options.merge:
-        raise UserError("--merge adds an adapter to the model, and with --full there is none; give only one of them")
-    if options.full and options.frozen_weights:
-        raise UserError(
-            f"--frozen_weights {options.frozen_weights} is for weights that are not trained, and --full trains all of them; "
-            "give only one of them"
-        )
-    if options.dpo and options.loss_on not in (None, "completions"):
-        raise UserError(f"--loss_on {options.loss_on} is not possible with --dpo, which compares whole answers")
-    if args.max_length is not None and args.max_length < 8:
-        raise UserError(f"--max_length {args.max_length} leaves no room for a text; use 256 to 2048")
+    check_rules(args, options)
     if options.validation_file:
         args.do_eval = True
     if not given("learning_rate", job.argv):
@@ -206,6 +201,11 @@ def _row_length(asked: int | None, found: LanguageModel) -> int:
     """--max_length, reduced to what the model takes."""
     most = most_tokens(asked or 1 << 30, found.tokenizer, found.model.config)
     return max(min(asked or most, most), 8)
+
+
+def _read_all(job: training_run.Job) -> Raw:
+    job.announce_reading()
+    return {split: _read(job, split) for split in training_run.wanted_splits(job.args)}
 
 
 def _read(job: training_run.Job, split: str) -> tuple[Format, list[Example], Faults]:
@@ -270,6 +270,7 @@ def _dataset(job: training_run.Job, encoder: Encoder, form: Format, examples: li
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
+    job.announce(f"tokenizing {len(examples):,} rows")
     if job.data.dpo:
         pairs = make_pairs(examples, encoder, job.args.max_length, faults)
         columns = [{**_columns(pair), "length": length} for pair, length in pairs]

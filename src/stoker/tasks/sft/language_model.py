@@ -30,14 +30,11 @@ from stoker.tasks.loading import (
     reason,
     tokenizer_of,
 )
-from stoker.tasks.model_folder import broken_file
+from stoker.tasks.model_folder import ADAPTER, broken_file, check_language_model, check_no_adapter, gguf_file
 
 __all__ = [
-    "ADAPTER", "LanguageModel", "base_of", "empty_with_adapters", "gguf_file", "load_for_chat", "load_for_training",
-    "lora_config", "save_merged",
+    "LanguageModel", "base_of", "empty_with_adapters", "load_for_chat", "load_for_training", "lora_config", "save_merged",
 ]  # fmt: skip
-
-ADAPTER = "adapter_config.json"
 
 log = logging.getLogger("stoker")
 
@@ -46,19 +43,6 @@ log = logging.getLogger("stoker")
 class LanguageModel:
     tokenizer: Any
     model: Any
-
-
-def gguf_file(name: str) -> Path | None:
-    """The GGUF file that `name` is, or that its folder contains instead of a transformers model; None if there is none."""
-    path = Path(name)
-    if path.suffix == ".gguf" and path.is_file():
-        return path
-    if not path.is_dir() or (path / "config.json").exists():
-        return None
-    found = sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        raise UserError(f"{name} contains {len(found)} GGUF files; name one of them: {', '.join(map(str, found[:5]))}")
-    return found[0] if found else None
 
 
 def load_for_training(options: Any, frozen_weights: Form | None = None) -> LanguageModel:
@@ -73,11 +57,8 @@ def load_for_training(options: Any, frozen_weights: Form | None = None) -> Langu
         found = _load_gguf(file, "--model_name_or_path")
         _freeze(found.model, frozen_weights)
         return found
-    _check_folder(name, "--model_name_or_path")
-    if (Path(name) / ADAPTER).is_file() and not (Path(name) / "config.json").exists():
-        raise UserError(
-            f"{name} is an adapter, not a model; train its base model, or write the merged model with --merge and train that"
-        )
+    check_language_model(name, "--model_name_or_path")
+    check_no_adapter(name)
     config, tokenizer = load_config(options), load_tokenizer(options)
     check_vocabulary(tokenizer, config, name)
     model = load_model(AutoModelForCausalLM, options, config, lambda read: _freeze(read, frozen_weights))
@@ -100,7 +81,7 @@ def load_for_chat(name: str) -> LanguageModel:
 
     if (file := gguf_file(name)) is not None:
         return _load_gguf(file, "--model")
-    _check_folder(name, "--model")
+    check_language_model(name, "--model")
     if (Path(name) / ADAPTER).is_file():
         return _load_adapter(Path(name))
     settings: dict[str, Any] = {"flag": "--model", "trust_remote_code": False}
@@ -134,16 +115,6 @@ def _missing_head(model: Any, missing: Sequence[str]) -> str | None:
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     prefix = f"{model.base_model_prefix}."
     return next((one for one in sorted(missing) if one not in tied and not one.startswith(prefix)), None)
-
-
-def _check_folder(name: str, flag: str) -> None:
-    path = Path(name)
-    if path.suffix == ".gguf" and not path.is_file():
-        raise UserError(f"{flag} {name} does not exist")
-    if path.is_file():
-        raise UserError(f"{flag} {name} is a file; name a folder, a GGUF file, or a model on the hub")
-    if path.is_dir() and not any((path / one).exists() for one in ("config.json", ADAPTER)):
-        raise UserError(f"{name} does not contain a model: it has neither config.json nor {ADAPTER} nor a GGUF file")
 
 
 def _load_adapter(folder: Path) -> LanguageModel:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stoker.command_options import options_of
-from stoker.errors import UserError
+from stoker.errors import UserError, one_line
 from stoker.hf.checkpointing.command import program
-from stoker.hf.checkpointing.same_run import digest_of
 from stoker.hf.secrets import without_secrets
 from stoker.tasks import recipe
 from stoker.tasks.file_patterns import expand
 from stoker.tasks.tune.search_space import Space, default_search, parse_search
 
-__all__ = ["CONTENTS", "IGNORED", "SearchCommand", "SearchOptions"]
+__all__ = ["BY_EVALUATION", "CONTENTS", "IGNORED", "SearchCommand", "SearchOptions"]
 
 _IN_TRIALS: dict[str, Any] = {
     "overwrite_output_dir": None, "save_steps": None, "save_total_limit": None, "eval_steps": None, "eval_delay": None,
@@ -39,6 +39,8 @@ _MAY_CHANGE = {
 """Options that do not change what a trial measures: a search may continue with others."""
 _INSTEAD_OF = {"num_train_epochs": "max_steps", "per_device_train_batch_size": "tokens_per_batch"}
 """Options without effect if another one is given."""
+BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that follow the evaluations, of which a search makes others than the run that repeats a trial."""
 CONTENTS = "contents"
 """The name of the hash of data and model in a search's identity."""
 
@@ -94,12 +96,27 @@ class SearchCommand:
     @property
     def _contents(self) -> str | None:
         """A hash of data and model, which may change under the same name; None if they are not local files."""
+        from stoker.hf.checkpointing.same_run import digest_of
+
         files: list[Path] = []
         for name in ("train_file", "validation_file"):
             given = self.options.get(name) or []
             files += expand(list(map(str, given)) if isinstance(given, list) else [str(given)], f"--{name}")
         files += sorted(Path(str(self.options.get("model_name_or_path"))).glob("*.safetensors"))
         return digest_of(files)
+
+    def check_space(self, check: Callable[[list[str]], object]) -> None:
+        """Raises UserError if `check` does, or if the search is impossible, for one of the ends of the space."""
+        for one in self.space.parameters:
+            for value in one.extremes:
+                if value in BY_EVALUATION:
+                    raise UserError(
+                        f"--search {one.name}={one.text}: {value} follows the evaluations, which are others in a search"
+                    )
+                try:
+                    check(self.trial_arguments({one.name: value}, self.folder))
+                except UserError as error:
+                    raise UserError(f"--search {one.name}={one.text}: {one_line(error)}") from None
 
     def trial_arguments(self, values: dict[str, Any], folder: Path) -> list[str]:
         """The options with which a trial is trained."""

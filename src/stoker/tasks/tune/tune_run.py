@@ -16,15 +16,15 @@ from typing import Any
 from rich.console import Console
 
 from stoker.english import counted
-from stoker.errors import UserError, one_line
+from stoker.errors import UserError
 from stoker.hf.checkpointing import folders, lock
 from stoker.run_report.compare import is_lower_better
 from stoker.run_report.log import NAME as RUN_LOG
 from stoker.tasks import training_run
 from stoker.tasks.display import Display
-from stoker.tasks.training_options import OptionParser
+from stoker.tasks.option_parser import OptionParser
 from stoker.tasks.tune.trials import END, Trials, finite_metric, folder_name, warn_once
-from stoker.tasks.tune.tune_command import IGNORED, SearchCommand, SearchOptions
+from stoker.tasks.tune.tune_command import BY_EVALUATION, IGNORED, SearchCommand, SearchOptions
 from stoker.tasks.tune.tune_results import PAGE, RECIPE, Results
 from stoker.tasks.tune.tune_study import (
     GIVEN,
@@ -41,9 +41,6 @@ from stoker.tasks.tune.tune_study import (
 __all__ = ["run_search"]
 
 log = logging.getLogger("stoker")
-
-_BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
-"""Schedules that follow the evaluations, of which a search makes others than the run that repeats a trial."""
 
 
 def run_search(task: str, options: dict[str, Any], search: SearchOptions) -> int:
@@ -66,21 +63,11 @@ def _check(command: SearchCommand, job: training_run.Job) -> None:
     if job.args.world_size > 1:
         raise UserError("stoker tune runs in one process, which uses all cores; start it without `stoker launch`")
     schedule = str(getattr(job.args.lr_scheduler_type, "value", job.args.lr_scheduler_type))
-    if schedule in _BY_EVALUATION:
+    if schedule in BY_EVALUATION:
         raise UserError(
             f"--lr_scheduler_type {schedule} follows the evaluations, which are others in a search; use another one"
         )
-    parser = OptionParser(f"train {command.task}", type(job.data), arguments=type(job.args))
-    for one in command.space.parameters:
-        for value in one.extremes:
-            if value in _BY_EVALUATION:
-                raise UserError(
-                    f"--search {one.name}={one.text}: {value} follows the evaluations, which are others in a search"
-                )
-            try:
-                parser.read(command.trial_arguments({one.name: value}, command.folder))
-            except UserError as error:
-                raise UserError(f"--search {one.name}={one.text}: {one_line(error)}") from None
+    command.check_space(OptionParser(f"train {command.task}", type(job.data), arguments=type(job.args)).read)
 
 
 def _refuse_training_run(command: SearchCommand) -> None:
