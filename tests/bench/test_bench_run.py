@@ -160,6 +160,14 @@ def test_ctrl_c_keeps_what_was_measured(world: World) -> None:
     assert "Interrupted" in markdown(results)
 
 
+def test_ctrl_c_keeps_host_times(world: World) -> None:
+    world.interrupt_after = 7
+    results, _ = run(["host"])
+    assert results.interrupted
+    assert len(results.host[0].seconds["stock"]) == 7 - 1 - 3  # without the look at torch, and the warm-up
+    assert results.to_dict()["host_time"][0]["stoker_to_stock"] == 0.2
+
+
 def test_ctrl_c_writes_the_files_and_exits_with_130(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

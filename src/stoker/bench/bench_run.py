@@ -309,11 +309,13 @@ def _host(bench: Bench) -> str:
             for number in range(3):
                 side.take(number, _LONGEST_STEP)
             end = time.monotonic() + seconds
-            with bench.watched(found):
-                while len(found.seconds.get("stock", ())) < 5 or time.monotonic() < end:
-                    for kind, value in side.take(0, _LONGEST_STEP).value.items():
-                        found.seconds.setdefault(kind, []).append(value)
-        bench.results.host.append(found)
+            try:
+                with bench.watched(found):
+                    while len(found.seconds.get("stock", ())) < 5 or time.monotonic() < end:
+                        for kind, value in side.take(0, _LONGEST_STEP).value.items():
+                            found.seconds.setdefault(kind, []).append(value)
+            finally:
+                bench.results.host += [found] if found.seconds else []
     return ", ".join(f"{one.share():.2f}x of stock's" for one in bench.results.host)
 
 
