@@ -28,7 +28,7 @@ from stoker.cli import main
 from stoker.machine import Machine
 from stoker.machine.load import Load
 
-SHORT = {**dict.fromkeys(STAGES, 0.01), "threads": 30.0}
+SHORT = {**dict.fromkeys(STAGES, 1.0), "host": 0.01, "allreduce": 0.01, "threads": 30.0}
 
 
 @dataclass
@@ -108,7 +108,7 @@ def world(monkeypatch: pytest.MonkeyPatch, recorded_root: Callable[[str], Path])
 
 def run(stages: list[str] | None = None, budget: Budget | None = None) -> tuple[Results, str]:
     stream = io.StringIO()
-    short = replace(QUICK, seconds=SHORT, rounds=(2, 3))
+    short = replace(QUICK, seconds=SHORT, rounds=(2, 3))  # of sides that answer in microseconds
     return bench_run.run(stages or list(STAGES), budget or short, stream), stream.getvalue()
 
 
@@ -135,7 +135,8 @@ def test_sides_take_their_steps_in_turn_on_the_same_batches(world: World) -> Non
     run(["bert-qa"])
     timed = world.asked[-8:]
     assert [name for name, _ in timed[:4]] == ["stock", "stoker", "stock bf16", "stoker bf16"]
-    assert [number for _, number in timed] == [0] * 4 + [1] * 4
+    last = timed[-1][1]
+    assert [number for _, number in timed] == [last - 1] * 4 + [last] * 4
 
 
 def test_without_bf16_units_stock_takes_part_in_fp32_only(world: World) -> None:
@@ -150,7 +151,7 @@ def test_ctrl_c_keeps_what_was_measured(world: World) -> None:
     world.interrupt_after = 40
     saved: list[int] = []
     stream = io.StringIO()
-    short = replace(QUICK, seconds=SHORT, rounds=(2, 3))
+    short = replace(QUICK, seconds=SHORT, rounds=(2, 3))  # of sides that answer in microseconds
     results = bench_run.run(list(STAGES), short, stream, lambda found: saved.append(len(found.measured_steps)))
     assert results.interrupted
     assert len(results.measured_steps) >= 2
@@ -160,11 +161,19 @@ def test_ctrl_c_keeps_what_was_measured(world: World) -> None:
     assert "Interrupted" in markdown(results)
 
 
+def test_ctrl_c_keeps_host_times(world: World) -> None:
+    world.interrupt_after = 7
+    results, _ = run(["host"])
+    assert results.interrupted
+    assert len(results.host[0].seconds["stock"]) == 7 - 1 - 3  # without the look at torch, and the warm-up
+    assert results.to_dict()["host_time"][0]["stoker_to_stock"] == 0.2
+
+
 def test_ctrl_c_writes_the_files_and_exits_with_130(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.interrupt_after = 25
-    monkeypatch.setattr(bench_stages, "QUICK", replace(QUICK, seconds=dict.fromkeys(STAGES, 0.01)))
+    monkeypatch.setattr(bench_stages, "QUICK", replace(QUICK, seconds=SHORT))
     assert main(["bench", "--quick", "--out", str(tmp_path / "new")]) == 130
     found = json.loads((tmp_path / "new" / "bench.json").read_text())
     assert found["interrupted"]
@@ -189,7 +198,7 @@ def test_where_four_models_do_not_fit_there_are_two_at_a_time(world: World, monk
     case = bench_run.CASES["bert-qa"]
     two = case.need("stock", "full") + case.need("stoker", "full")
     monkeypatch.setattr(bench_run.Bench, "free_memory", staticmethod(lambda: 1.2 * two))
-    results, _ = run(["bert-qa"], replace(FULL, seconds=dict.fromkeys(STAGES, 0.01), rounds=(1, 1)))
+    results, _ = run(["bert-qa"], replace(FULL, seconds=SHORT, rounds=(1, 1)))
     assert [pair.precision for pair in results.measured_steps] == ["fp32", "bf16"]
     assert [name for name, _ in world.asked[-2:]] == ["stock bf16", "stoker bf16"]
     assert results.notes == []
@@ -236,6 +245,15 @@ def test_a_fast_machine_takes_more_steps_but_not_endlessly(world: World) -> None
     world.step_seconds = 0.001
     results, _ = run(["bert-qa"], replace(QUICK, seconds=dict.fromkeys(STAGES, 5.0)))
     assert len(results.steps[0].stock.seconds) == QUICK.rounds[1]
+
+
+def test_a_slow_machine_is_not_held_up_by_the_least_number_of_rounds(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(range(10**6))
+    monkeypatch.setattr(bench_run.time, "monotonic", lambda: 3.0 * next(now))
+    results, _ = run(["bert-qa"], replace(QUICK, seconds=dict.fromkeys(STAGES, 1.0), rounds=(30, 40)))
+    assert len(results.steps[0].stock.seconds) == 1
 
 
 def test_the_time_left_follows_the_speed_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

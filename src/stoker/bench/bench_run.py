@@ -39,6 +39,8 @@ Name = TypeVar("Name", bound=str)
 HOST_CASES = ("bert", "llama-lora")
 _SHARE = 0.9
 """Of the free memory that may be used; the rest is for buffers that grow with the number of threads."""
+_AT_MOST = 4.0
+"""Times the time of a stage, after which a machine so slow has fewer rounds than the least."""
 _LONGEST_STEP = 900.0
 _LONGEST_START = 300.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OMP_THREAD_LIMIT", "GOMP_CPU_AFFINITY",
@@ -280,10 +282,11 @@ def _in_turn(bench: Bench, name: str, group: list[tuple[Pair, tuple[Kind, Kind]]
         for pair, (stock, stoker) in group:
             pair.stock, pair.stoker = measured[stock], measured[stoker]
         rounds = _clamp(seconds / max(round_seconds, 1e-3), bench.budget.rounds)
-        end = time.monotonic() + seconds
+        begin = time.monotonic()
         with bench.watched(*(pair for pair, _ in group)):
             for number in range(rounds):
-                if number >= bench.budget.rounds[0] and time.monotonic() > end:
+                spent = time.monotonic() - begin
+                if spent > (seconds if number >= bench.budget.rounds[0] else _AT_MOST * seconds):
                     break
                 for kind, side in sides.items():
                     bench.progress.now(f"round {number + 1} of {rounds}: {kind}")
@@ -309,11 +312,13 @@ def _host(bench: Bench) -> str:
             for number in range(3):
                 side.take(number, _LONGEST_STEP)
             end = time.monotonic() + seconds
-            with bench.watched(found):
-                while len(found.seconds.get("stock", ())) < 5 or time.monotonic() < end:
-                    for kind, value in side.take(0, _LONGEST_STEP).value.items():
-                        found.seconds.setdefault(kind, []).append(value)
-        bench.results.host.append(found)
+            try:
+                with bench.watched(found):
+                    while len(found.seconds.get("stock", ())) < 5 or time.monotonic() < end:
+                        for kind, value in side.take(0, _LONGEST_STEP).value.items():
+                            found.seconds.setdefault(kind, []).append(value)
+            finally:
+                bench.results.host += [found] if found.seconds else []
     return ", ".join(f"{one.share():.2f}x of stock's" for one in bench.results.host)
 
 
