@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from stoker.hf import step_cost
+from stoker.hf.core_scaling import efficiency, host_seconds
 from stoker.hf.meter import Work
 from stoker.hf.step_cost import Rows, Speed, StepCost
 
@@ -79,8 +80,22 @@ def test_seconds_are_the_sum_of_products_attention_traffic_and_calls() -> None:
     layers = 400 * 9e5 / step_cost._LAYERS + 400 * 1e5 / step_cost._ADAPTERS + 200 * 1e7 / step_cost._HEAD
     attention = 100_000 * 1e3 / step_cost._ATTENTION
     traffic = (400 * 1e3 + 1e7 + 1e8) / 1e10
-    expected = (layers + attention) / 1e9 + traffic + 100 * step_cost._CALL
+    expected = (layers + attention) / 1e9 + traffic + host_seconds(100, 1)
     assert cost.seconds(rows, Speed(flops=1e9, bytes=1e10)) == pytest.approx(expected)
+    # Many cores compute no faster than they are kept busy, and share neither the memory nor the host's time.
+    expected = (layers + attention) / (1e9 * efficiency(56, 400)) + traffic + host_seconds(100, 56)
+    assert cost.seconds(rows, Speed(flops=1e9, bytes=1e10, cores=56)) == pytest.approx(expected)
+
+
+def test_attention_computes_in_fp32_whatever_is_stored() -> None:
+    cost = StepCost(
+        work=Work(per_token=1e6, per_pair=1e3, per_label=0.0), weights=0.0, head=0.0, adapters=0.0, moved_per_token=0.0,
+        moved_per_batch=0.0, moved_per_update=0.0, trained=1, calls=0,
+    )  # fmt: skip
+    rows = Rows.of([100])
+    products, attention = 100 * 1e6 / step_cost._LAYERS, 100 * 100 * 1e3 / step_cost._ATTENTION
+    expected = products / 8e9 + attention / 1e9 + host_seconds(0, 1)
+    assert cost.seconds(rows, Speed(flops=8e9, bytes=1e10, fp32=1e9)) == pytest.approx(expected)
 
 
 def test_another_forward_pass_costs_two_operations_per_weight() -> None:
@@ -94,5 +109,5 @@ def test_another_forward_pass_costs_two_operations_per_weight() -> None:
 def test_a_process_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: Any = SimpleNamespace(threads=8, fp32_all=800.0, bf16_all=2400.0, bandwidth_all=80.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert Speed.of(rates) == Speed(200e9, 20e9)
-    assert Speed.of(rates, bf16=True) == Speed(600e9, 20e9)
+    assert Speed.of(rates) == Speed(200e9, 20e9, cores=2)
+    assert Speed.of(rates, bf16=True) == Speed(600e9, 20e9, cores=2, fp32=200e9)

@@ -14,6 +14,8 @@ pytest.importorskip("peft", reason="needs the extra sft")
 
 from stoker.cli import main
 from stoker.errors import UserError
+from stoker.hf.core_scaling import efficiency
+from stoker.hf.step_cost import Speed
 from stoker.plan.cost_model import NO_COLLECTIVES, Collectives, Network, Setup, predict
 from stoker.plan.predicted_node import MachineRates, predict_node
 from stoker.plan.subject import Subject, ready_last, usual_task
@@ -79,6 +81,11 @@ def test_a_larger_machine_has_the_rates_of_its_cores_up_to_those_of_a_socket() -
     assert MachineRates.of(RATES, 2) == MachineRates(2, 170e9, 27e9)
     assert MachineRates.of(RATES, 16) == MachineRates(16, 8 * 170e9, 200e9)
     assert MachineRates.of(RATES, 64, gflops=4000, bandwidth=300) == MachineRates(64, 4e12, 300e9)
+    with_units = MachineRates.of(RATES, 64, gflops=4000, bandwidth=300, bf16_gflops=16000)
+    assert with_units == MachineRates(64, 4e12, 300e9, 16e12)
+    assert with_units.speed(4) == Speed(flops=4e12, bytes=75e9, cores=16, fp32=1e12)
+    assert MachineRates(64, 4e12, 300e9).speed(2) == Speed(flops=2e12, bytes=150e9, cores=32)
+    assert "4,000 GFLOP/s in fp32, 16,000 in bf16, 300 GB/s" in with_units.summary()
 
 
 def test_processes_share_a_machine_and_sum_their_gradients_in_its_memory() -> None:
@@ -86,11 +93,35 @@ def test_processes_share_a_machine_and_sum_their_gradients_in_its_memory() -> No
     one, two = (predict_node(subject, 8, machine, NO_COLLECTIVES, processes) for processes in (1, 2))
     assert two.processes == 2
     assert two.memory > 1.5 * one.memory
-    assert two.step > one.step + 12 * 134_515_008 * 2 / 20e9
-    assert predict_node(subject, 8, MachineRates(64, 5e12, 2e11), NO_COLLECTIVES).processes == 4
-    assert predict_node(subject, 2, MachineRates(64, 5e12, 2e11), NO_COLLECTIVES).processes == 2
+    # Each process has one core, which is always busy, and all of the host's work.
+    exchange = 12 * 134_515_008 * 2 / 20e9
+    assert two.step > exchange + efficiency(2, 1600) * (one.step - one.host) + two.host
     with pytest.raises(UserError, match="at most the number of cores"):
         predict_node(subject, 8, machine, NO_COLLECTIVES, 3)
+
+
+def test_the_best_number_of_processes_is_planned_with() -> None:
+    subject, machine = Subject("smollm2-135m", "sft", 200, 0, 0.5), MachineRates(112, 7e12, 5e11)
+    best = predict_node(subject, 32, machine, NO_COLLECTIVES)
+    each = {count: predict_node(subject, 32, machine, NO_COLLECTIVES, count) for count in (2, 4, 8, 16)}
+    assert best == each[best.processes]
+    # Twice the processes need twice the memory, so they must be worth it.
+    assert best.step <= 1.05 * min(one.step for one in each.values())
+    assert all(best.step < one.step for count, one in each.items() if count < best.processes)
+    assert predict_node(subject, 8, MACHINE, NO_COLLECTIVES).processes == 1  # two cores
+    # A process has at most 64 cores, and at least one row.
+    assert predict_node(subject, 1, machine, NO_COLLECTIVES).processes == 1
+    assert predict_node(subject, 2, machine, NO_COLLECTIVES).processes == 2
+
+
+def test_cores_are_worth_less_the_more_there_are() -> None:
+    subject = Subject("bert-base", "qa", 160)
+    few, many = (
+        predict_node(subject, 12, MachineRates(cores, cores * 80e9, 2e11), NO_COLLECTIVES, 1) for cores in (2, 56)
+    )
+    assert few.step / many.step < 28 * efficiency(56, 12 * 160) / efficiency(2, 12 * 160)
+    assert few.host < many.host  # more threads to wake
+    assert many.host < many.step
 
 
 def test_labels_are_the_end_of_each_row() -> None:
@@ -121,7 +152,8 @@ def test_machines_are_compared_without_measuring_a_step(capsys: pytest.CaptureFi
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "LoRA with rank 16: 4.88 M trained parameters, 16 rows of about 200 tokens" in shown
-    assert [line.split()[:2] for line in shown.splitlines()[-3:]] == [["2", "1"], ["16", "1"], ["64", "4"]]
+    assert [line.split()[0] for line in shown.splitlines()[-4:]] == ["cores", "2", "16", "64"]
+    assert "host" in shown.splitlines()[-4].split()
     assert main([*words, "--full", "--price", "1.5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["asked"]["lora_r"] == 0
@@ -129,6 +161,7 @@ def test_machines_are_compared_without_measuring_a_step(capsys: pytest.CaptureFi
     assert small["parameters"] == 134_515_008
     assert small["epoch"] == pytest.approx(625 * small["step"])
     assert large["step"] < small["step"] / 10
+    assert 0 < large["host"] < large["step"]
     assert small["cost"] == pytest.approx(1.5 * small["epoch"] / 3600)
 
 
@@ -181,6 +214,7 @@ def test_a_language_model_in_a_folder_is_measured_with_adapters(
         (["--cores", "2,4", "--nodes", "1..4"], "leave out --nodes"),
         (["--cores", "2,4", "--gflops", "100"], "needs one number of --cores"),
         (["--gflops", "100"], "whose number of --cores is given"),
+        (["--bf16_gflops", "100"], "whose number of --cores is given"),
         (["--cores", "2", "--step", "1", "--parameters", "1e6"], "give only one of them"),
         (["--cores", "2", "--processes", "3"], "at most the number of cores (2)"),
         (["--model", "smollm2-135m", "--length", "9000"], "rows of at most 8192 tokens"),

@@ -25,6 +25,8 @@ _LORA_R = 16
 """As in `stoker train sft`."""
 _ROWS = 88_524
 """Of SQuAD, as windows of 384 tokens."""
+_RATES = ("gflops", "bf16_gflops", "bandwidth")
+"""Options that describe a node which is not there to be measured."""
 
 _EXAMPLES = """examples:
   stoker plan --nodes 1..64 --network 10gbit
@@ -75,6 +77,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument(
         "--gflops", type=parsing.amount, metavar="X", help="of such a node in fp32 (default: as many per core as here)"
+    )
+    parser.add_argument(
+        "--bf16_gflops", type=parsing.amount, metavar="X", help="the same in bf16: predicts training in bf16"
     )
     parser.add_argument("--bandwidth", type=parsing.amount, metavar="X", help="GB/s of its memory (default: by core)")
     parser.add_argument("--out", type=parsing.path, metavar="FILE", help="plot to a file: .svg, .png or .pdf")
@@ -127,15 +132,17 @@ def _print_progress(line: str) -> None:
 
 def _core_counts(options: Any) -> list[int] | None:
     if options.cores is None:
-        if options.gflops is not None or options.bandwidth is not None:
-            raise UserError("stoker plan: --gflops and --bandwidth describe a node whose number of --cores is given")
+        if any(vars(options)[name] is not None for name in _RATES):
+            raise UserError(
+                "stoker plan: --gflops, --bf16_gflops and --bandwidth describe a node whose number of --cores is given"
+            )
         return None
     if not re.fullmatch(r"[0-9]{1,18}(,[0-9]{1,18})*", options.cores):
         raise UserError(f"--cores {options.cores!r} is not a number or a list; write 16 or 2,16,64")
     found = sorted({int(part) for part in options.cores.split(",")})
     if not 1 <= found[0] <= found[-1] <= 4096:
         raise UserError(f"--cores {options.cores}: each number must be from 1 to 4096")
-    for name in ("gflops", "bandwidth"):
+    for name in _RATES:
         if (value := vars(options)[name]) is not None and (len(found) > 1 or value <= 0):
             raise UserError(f"stoker plan: --{name} must be more than 0, and needs one number of --cores")
     if options.step is not None:
@@ -190,7 +197,9 @@ def _node(options: Any, subject: Subject, cores: list[int] | None) -> tuple[Node
 def _predicted(options: Any, subject: Subject, cores: int, collectives: Collectives) -> tuple[MachineRates, Node]:
     from stoker.hf.measured_rates import machine_rates
 
-    machine = MachineRates.of(machine_rates(_print_progress), cores, options.gflops, options.bandwidth)
+    machine = MachineRates.of(
+        machine_rates(_print_progress), cores, options.gflops, options.bandwidth, options.bf16_gflops
+    )
     return machine, predict_node(subject, options.batch, machine, collectives, options.processes)
 
 
@@ -236,7 +245,7 @@ def _asked(options: Any, subject: Subject) -> dict[str, object]:
 
 
 def _node_json(node: Node) -> dict[str, object]:
-    names = ("step", "processes", "cores", "parameters", "tokens", "memory")
+    names = ("step", "host", "processes", "cores", "parameters", "tokens", "memory")
     return {name: getattr(node, name) for name in names}
 
 

@@ -1,9 +1,10 @@
 """How long training takes on one machine: the arithmetic and the memory traffic of a step over the machine's measured rates.
 
-    seconds = (layers / 0.92 + head / 0.7 + adapters / 0.3 + attention / 0.54) / rate + bytes / bandwidth + calls * overhead
+    seconds = (layers / 0.92 + head / 0.7 + adapters / 0.3 + attention / 0.54) / (rate * efficiency) + bytes / bandwidth + host
 
 `stoker train sft` estimates its time with it before it starts, and `stoker plan` predicts machines that are not there to be
-measured. Time that a network takes is left to `stoker.plan.cost_model`.
+measured. How well work divides among cores and what no core divides are in `stoker.hf.core_scaling`; time that a network takes
+is left to `stoker.plan.cost_model`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from stoker.hf.core_scaling import efficiency, host_seconds
 from stoker.hf.meter import Work, causal_head, linear_layers, peak, products
 from stoker.machine.rates import Rates
 
@@ -31,8 +33,6 @@ forward and backward."""
 _FROZEN, _TRAINED, _UPDATED = 24, 32, 28
 """Bytes moved per parameter: a weight is read, packed and read again, forward and backward; the gradient of a trained one is
 written and read; an update reads weight, gradient and two moments, and writes three of them."""
-_CALL = 100e-6
-"""Seconds per linear layer and batch for what does not depend on the number of tokens: Python, autograd, starting threads."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,18 @@ class Speed:
     """What a process can compute and move per second, with all cores that it has."""
 
     flops: float
+    """Of a large product, which divides evenly."""
     bytes: float
+    cores: float = 1
+    fp32: float | None = None
+    """`flops` in fp32 where that is the rate in bf16: attention computes in fp32 whatever it stores."""
 
     @classmethod
     def of(cls, rates: Rates, *, bf16: bool = False) -> Speed:
         """This process on this machine: as many of its cores as torch has threads."""
-        share = min(1.0, torch.get_num_threads() / rates.threads)
-        return cls(peak(rates, bf16), 1e9 * rates.bandwidth_all * share)
+        cores = torch.get_num_threads()
+        bandwidth = 1e9 * rates.bandwidth_all * min(1.0, cores / rates.threads)
+        return cls(peak(rates, bf16), bandwidth, cores, peak(rates, False) if bf16 else None)
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class StepCost:
     trained: int
     """Parameters with gradients, which processes exchange."""
     calls: int
+    """Linear layers, adapters included."""
 
     @classmethod
     def of(cls, model: nn.Module) -> StepCost:
@@ -123,15 +129,21 @@ class StepCost:
 
     def seconds(self, rows: Rows, speed: Speed) -> float:
         work = self.work
-        computed = (
+        products = (
             (work.per_token - self.adapters) * rows.tokens / _LAYERS
             + self.adapters * rows.tokens / _ADAPTERS
             + work.per_label * rows.labelled / _HEAD
-            + work.per_pair * rows.pairs / _ATTENTION
         )
+        attention = work.per_pair * rows.pairs / _ATTENTION
         moved = (
             self.moved_per_token * rows.tokens
             + self.moved_per_batch * rows.batches
             + self.moved_per_update * rows.updates
         )
-        return computed / speed.flops + moved / speed.bytes + self.calls * _CALL * rows.batches
+        busy = efficiency(speed.cores, rows.tokens / max(rows.batches, 1.0))
+        computed = (products / speed.flops + attention / (speed.fp32 or speed.flops)) / busy
+        return computed + moved / speed.bytes + self.host(speed.cores) * rows.batches
+
+    def host(self, cores: float) -> float:
+        """Seconds of a batch that more cores do not shorten."""
+        return host_seconds(self.calls, cores)

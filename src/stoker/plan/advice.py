@@ -113,10 +113,20 @@ def table(rows: Sequence[Row], price: bool) -> str:
 def machines_table(nodes: Sequence[Node], job: Job) -> str:
     """Single machines with different numbers of cores."""
     lines = [
-        ["cores", "processes", "step", "tokens/s", "memory", "epoch", *(["cost"] if job.price is not None else [])]
+        [
+            "cores",
+            "processes",
+            "step",
+            "host",
+            "tokens/s",
+            "memory",
+            "epoch",
+            *(["cost"] if job.price is not None else []),
+        ]
     ]
     for node in nodes:
-        cells = [str(node.cores), str(node.processes), f"{node.step:.2f} s", f"{node.tokens / node.step:,.0f}"]
+        cells = [str(node.cores), str(node.processes), f"{node.step:.3f} s", f"{node.host / node.step:.0%}"]
+        cells += [f"{node.tokens / node.step:,.0f}"]
         cells += [f"{node.memory / 1e9:.1f} GB", duration(epoch(node.step, job, 1))]
         price = cost(node.step, job, 1)
         lines.append([*cells, *([f"{price:.2f}"] if price is not None else [])])

@@ -122,6 +122,8 @@ class Node:
     """Per step; 0 if it is not known."""
     memory: float = 0.0
     """Bytes that its processes need together; 0 if it is not known."""
+    host: float = 0.0
+    """The seconds of the step that more cores would not shorten; 0 if it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ def _decoder(
 SIZES: dict[str, Size] = {
     "bert-base": _bert(12, 768, 12),
     "bert-large": _bert(24, 1024, 16),
+    "distilbert": ("distilbert", "qa", {"dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072}),
     "minilm": _bert(6, 384, 12),
     "bert-tiny": _bert(2, 128, 2),
     "smollm2-135m": _decoder("llama", 49152, 30, 576, 1536, 9, 3, 8192),
