@@ -168,14 +168,15 @@ inline void pack_columns(const Scalar* from, int64_t stride, int64_t depth, int6
   }
 }
 
-// One register tile: R rows of A times one panel. A[i][p] = a[i * row_stride + p * depth_stride].
-template <int R, bool kAccumulate>
+// One register tile: R rows of A times one panel. A[i][p] = a[i * row_stride + p * depth_stride]. kApart: the product is summed from
+// zero and then added to C, so that it does not matter to the result whether products were added one by one or by several threads.
+template <int R, bool kAccumulate, bool kApart = false>
 inline void multiply_tile(int64_t depth, const float* a, int64_t row_stride, int64_t depth_stride, const float* panel,
                           float* c, int64_t c_stride) {
   fvec sum[R][2];
 #pragma GCC unroll 16
   for (int i = 0; i < R; ++i) {
-    if (kAccumulate) {
+    if (kAccumulate && !kApart) {
       sum[i][0] = load_vector(c + i * c_stride);
       sum[i][1] = load_vector(c + i * c_stride + kLanes);
     } else {
@@ -196,39 +197,44 @@ inline void multiply_tile(int64_t depth, const float* a, int64_t row_stride, int
   }
 #pragma GCC unroll 16
   for (int i = 0; i < R; ++i) {
+    if (kApart) {
+      sum[i][0] += load_vector(c + i * c_stride);
+      sum[i][1] += load_vector(c + i * c_stride + kLanes);
+    }
     store_vector(c + i * c_stride, sum[i][0]);
     store_vector(c + i * c_stride + kLanes, sum[i][1]);
   }
 }
 
-template <bool kAccumulate, int R = kRows>
+template <bool kAccumulate, bool kApart = false, int R = kRows>
 inline void multiply_rows(int64_t rows, int64_t depth, const float* a, int64_t row_stride, int64_t depth_stride,
                           const float* panel, float* c, int64_t c_stride) {
   if constexpr (R > 0) {
     if (rows == R)
-      multiply_tile<R, kAccumulate>(depth, a, row_stride, depth_stride, panel, c, c_stride);
+      multiply_tile<R, kAccumulate, kApart>(depth, a, row_stride, depth_stride, panel, c, c_stride);
     else
-      multiply_rows<kAccumulate, R - 1>(rows, depth, a, row_stride, depth_stride, panel, c, c_stride);
+      multiply_rows<kAccumulate, kApart, R - 1>(rows, depth, a, row_stride, depth_stride, panel, c, c_stride);
   }
 }
 
 // C (rows x columns, columns rounded up to whole panels) = or += A (rows x depth) * panels.
 // A is addressed by two strides, one of which is 1: row-major, or its transpose. Panels lie panel_stride floats apart:
 // kPanel * depth, or more where only part of the packed depth takes part.
-template <bool kAccumulate>
+template <bool kAccumulate, bool kApart = false>
 inline void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t row_stride, int64_t depth_stride,
                      const float* panels, int64_t panel_stride, float* c, int64_t c_stride) {
   for (int64_t first = 0; first < columns; first += kPanel, panels += panel_stride) {
     int64_t i = 0;
     if (depth_stride == 1) {
       for (; i + kRows <= rows; i += kRows)
-        multiply_tile<kRows, kAccumulate>(depth, a + i * row_stride, row_stride, 1, panels, c + i * c_stride + first, c_stride);
+        multiply_tile<kRows, kAccumulate, kApart>(depth, a + i * row_stride, row_stride, 1, panels, c + i * c_stride + first,
+                                                  c_stride);
     } else {
       for (; i + kRows <= rows; i += kRows)
-        multiply_tile<kRows, kAccumulate>(depth, a + i, 1, depth_stride, panels, c + i * c_stride + first, c_stride);
+        multiply_tile<kRows, kAccumulate, kApart>(depth, a + i, 1, depth_stride, panels, c + i * c_stride + first, c_stride);
     }
     if (i < rows)
-      multiply_rows<kAccumulate>(rows - i, depth, a + i * row_stride, row_stride, depth_stride, panels,
+      multiply_rows<kAccumulate, kApart>(rows - i, depth, a + i * row_stride, row_stride, depth_stride, panels,
                                  c + i * c_stride + first, c_stride);
   }
 }

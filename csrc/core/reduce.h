@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 
 #include "core/buffer.h"
 #include "core/parallel.h"
@@ -43,55 +44,107 @@ inline float sum_of_squares(const float* values, int64_t count, float centre) {
   return (s0 + s1) + (s2 + s3);
 }
 
-// Column sums over rows, for gradients of parameters. The rows are cut into blocks by their number alone; each block is
-// summed by one thread into its own partial row, and the partial rows are added in order.
+// Column sums over rows, for gradients of parameters. Rows are summed in parts, parts in blocks of kParts, and blocks in their
+// order. Parts depend on the number of rows alone. A task is a block, or a part where that gives too few tasks for the threads; so
+// the number of threads decides where the parts of a block are added up, not in which order.
 class ColumnSums {
  public:
-  ColumnSums(int64_t rows, int64_t columns, int kinds)
-      : size(std::max<int64_t>(8, (rows + 63) / 64)),
-        count(rows > 0 ? (rows + size - 1) / size : 0),
+  // `kinds`: for each sum of its own, whether anybody wants it.
+  ColumnSums(int64_t rows, int64_t columns, std::initializer_list<bool> kinds, int threads)
+      : rows_(rows),
         columns_(columns),
-        kinds_(kinds),
-        partial_(count * columns * kinds) {}
-
-  // The zeroed partial row of sum number `kind` in `block`. Call once per block and kind.
-  float* start(int64_t block, int kind) const {
-    float* row = at(block, kind);
-    std::fill(row, row + columns_, 0.0f);
-    return row;
+        part_(std::max<int64_t>(8, (rows + kMostParts - 1) / kMostParts)),
+        kinds_(static_cast<int>(kinds.size())),
+        tasks_are_parts_(rows < kTasksPerThread * kParts * part_ * threads) {
+    std::copy(kinds.begin(), kinds.end(), used_);
+    count = rows > 0 ? (rows + task_rows() - 1) / task_rows() : 0;
+    if (std::any_of(used_, used_ + kinds_, [](bool used) { return used; })) partial_ = Buffer<float>(count * columns * kinds_);
   }
 
-  // Adds the blocks up into `result`, of storage type `dtype`; nothing if there is no result.
-  void finish(int kind, void* result, int dtype, int threads) const {
-    if (!result) return;
-    for_dtype(dtype, [&](auto* tag) {
-      auto* to = static_cast<std::remove_pointer_t<decltype(tag)>*>(result);
-      const int64_t tiles = (columns_ + kTile - 1) / kTile;
-      parallel_ranges(tiles, threads_for(count * columns_, threads), [&](int64_t begin, int64_t end) {
-        alignas(64) float total[kTile];
-        for (int64_t tile = begin; tile < end; ++tile) {
-          const int64_t first = tile * kTile, width = std::min(kTile, columns_ - first);
-          std::fill(total, total + kTile, 0.0f);
-          for (int64_t block = 0; block < count; ++block) {
-            const float* from = at(block, kind) + first;
+  // f(begin, end, sums) for the rows of a task. It adds their shares to the zeroed rows sums[kind], which are null where nobody
+  // wants that sum.
+  template <typename F>
+  void run(int64_t task, F&& f) const {
+    const int64_t first = task * task_rows(), last = std::min(rows_, first + task_rows());
+    Rows own{}, part{};
+    for (int kind = 0; kind < kinds_; ++kind) {
+      if (!used_[kind]) continue;
+      own[kind] = at(task, kind);
+      if (!tasks_are_parts_) part[kind] = thread_row<3>(kinds_ * columns_) + kind * columns_;
+    }
+    for (int64_t begin = first; begin < last; begin += part_) {
+      const Rows& to = begin == first ? own : part;
+      for_used([&](int kind) { std::fill(to[kind], to[kind] + columns_, 0.0f); });
+      f(begin, std::min(last, begin + part_), to);
+      if (begin != first) for_used([&](int kind) { add(own[kind], part[kind], columns_); });
+    }
+  }
+
+  // A result of storage type `dtype`; null if there is none.
+  struct Result {
+    int kind;
+    void* to;
+    int dtype;
+  };
+
+  // Adds the blocks up.
+  void finish(std::initializer_list<Result> results, int threads) const {
+    const int64_t tiles = (columns_ + kTile - 1) / kTile, wanted = static_cast<int64_t>(results.size());
+    if (std::none_of(results.begin(), results.end(), [](const Result& result) { return result.to; })) return;
+    parallel_ranges(wanted * tiles, threads_for(count * columns_ * wanted, threads), [&](int64_t begin, int64_t end) {
+      for (int64_t index = begin; index < end; ++index) {
+        const Result& result = results.begin()[index / tiles];
+        if (!result.to) continue;
+        const int64_t first = index % tiles * kTile, width = std::min(kTile, columns_ - first);
+        alignas(64) float total[kTile] = {};
+        sum_blocks(result.kind, first, width, total);
+        for_dtype(result.dtype, [&](auto* tag) {
+          auto* to = static_cast<std::remove_pointer_t<decltype(tag)>*>(result.to) + first;
 #pragma omp simd
-            for (int64_t i = 0; i < width; ++i) total[i] += from[i];
-          }
-#pragma omp simd
-          for (int64_t i = 0; i < width; ++i) store(to + first + i, total[i]);
-        }
-      });
+          for (int64_t i = 0; i < width; ++i) store(to + i, total[i]);
+        });
+      }
     });
   }
 
-  const int64_t size;   // rows per block
-  const int64_t count;  // blocks
+  int64_t count = 0;  // tasks
 
  private:
-  static constexpr int64_t kTile = 64;
-  float* at(int64_t block, int kind) const { return partial_.get() + (block * kinds_ + kind) * columns_; }
-  int64_t columns_;
-  int kinds_;
+  static constexpr int kMostKinds = 3;
+  static constexpr int64_t kTile = 64, kParts = 4, kMostParts = 256, kTasksPerThread = 3;
+  using Rows = float* [kMostKinds];
+
+  int64_t task_rows() const { return tasks_are_parts_ ? part_ : kParts * part_; }
+  float* at(int64_t task, int kind) const { return partial_.get() + (task * kinds_ + kind) * columns_; }
+
+  template <typename F>
+  void for_used(F&& f) const {
+    for (int kind = 0; kind < kinds_; ++kind)
+      if (used_[kind]) f(kind);
+  }
+
+  static void add(float* to, const float* from, int64_t count) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+  }
+
+  void sum_blocks(int kind, int64_t first, int64_t width, float* total) const {
+    if (!tasks_are_parts_) {
+      for (int64_t block = 0; block < count; ++block) add(total, at(block, kind) + first, width);
+      return;
+    }
+    alignas(64) float block[kTile];
+    for (int64_t task = 0; task < count; task += kParts) {
+      std::copy(at(task, kind) + first, at(task, kind) + first + width, block);
+      for (int64_t part = task + 1; part < std::min(count, task + kParts); ++part) add(block, at(part, kind) + first, width);
+      add(total, block, width);
+    }
+  }
+
+  const int64_t rows_, columns_, part_;  // part_: rows
+  const int kinds_;
+  const bool tasks_are_parts_;
+  bool used_[kMostKinds] = {};
   Buffer<float> partial_;
 };
 

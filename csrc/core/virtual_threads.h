@@ -3,7 +3,8 @@
 // The calling thread runs the pieces of a region one after the other and reads its own CPU clock between them. From those times
 // follows the makespan: when the last of `threads` threads would be finished, if tasks are handed out as OpenMP does. Regions with
 // the same place in the source are added up. Left out: caches and memory that threads share, clocks that fall when many cores are
-// busy, and the cost of waking threads.
+// busy, and the cost of waking threads (cost_of_region in kernels/virtual_threads.py). Of a region of a few microseconds per piece the
+// makespan is too long: one piece's data happen to be in this core's cache, another's not.
 #pragma once
 
 #include <cstdint>

@@ -160,39 +160,39 @@ static void backward(const Scalar* dy, Rows<const Scalar> x, Rows<const Scalar> 
   const float *x_bias = bias.x.get(), *up_bias = bias.up.get();
   parallel_tasks(sums.count, threads_for(rows * columns, threads), [&](int64_t block) {
     Pieces piece;
-    float* dx_sums = sums.start(block, kInput);
-    float* dup_sums = up.present ? sums.start(block, kUp) : nullptr;
-    for (int64_t row = block * sums.size; row < std::min(rows, (block + 1) * sums.size); ++row) {
-      for (int64_t first = 0; first < columns; first += kPiece) {
-        const int64_t count = std::min(kPiece, columns - first);
-        load_piece<Act>(x[row] + first, up.present ? up[row] + first : nullptr, x_bias + first, up_bias + first, count, piece);
-        const float* g = as_floats(dy + row * columns + first, count, piece.dy);
-        float* dbias = dx_sums + first;
-        Scalar* to = dx[row] + first;
-        float* out = destination(to, piece.out);
-        if (up.present) {
-          Scalar* to_up = dup[row] + first;
-          float* out_up = destination(to_up, piece.out_up);
-          float* dup_bias = dup_sums + first;
+    sums.run(block, [&](int64_t begin, int64_t end, float* const* bias_sums) {
+      for (int64_t row = begin; row < end; ++row) {
+        for (int64_t first = 0; first < columns; first += kPiece) {
+          const int64_t count = std::min(kPiece, columns - first);
+          load_piece<Act>(x[row] + first, up.present ? up[row] + first : nullptr, x_bias + first, up_bias + first, count, piece);
+          const float* g = as_floats(dy + row * columns + first, count, piece.dy);
+          float* dbias = bias_sums[kInput] + first;
+          Scalar* to = dx[row] + first;
+          float* out = destination(to, piece.out);
+          if (up.present) {
+            Scalar* to_up = dup[row] + first;
+            float* out_up = destination(to_up, piece.out_up);
+            float* dup_bias = bias_sums[kUp] + first;
 #pragma omp simd
-          for (int64_t i = 0; i < count; ++i) {
-            const Value act = Act::at(piece.x[i], piece.e[i]);
-            out[i] = g[i] * piece.up[i] * act.slope;
-            out_up[i] = g[i] * act.value;
-            dbias[i] += out[i];
-            dup_bias[i] += out_up[i];
-          }
-          narrow(out_up, to_up, count);
-        } else {
+            for (int64_t i = 0; i < count; ++i) {
+              const Value act = Act::at(piece.x[i], piece.e[i]);
+              out[i] = g[i] * piece.up[i] * act.slope;
+              out_up[i] = g[i] * act.value;
+              dbias[i] += out[i];
+              dup_bias[i] += out_up[i];
+            }
+            narrow(out_up, to_up, count);
+          } else {
 #pragma omp simd
-          for (int64_t i = 0; i < count; ++i) {
-            out[i] = g[i] * Act::at(piece.x[i], piece.e[i]).slope;
-            dbias[i] += out[i];
+            for (int64_t i = 0; i < count; ++i) {
+              out[i] = g[i] * Act::at(piece.x[i], piece.e[i]).slope;
+              dbias[i] += out[i];
+            }
           }
+          narrow(out, to, count);
         }
-        narrow(out, to, count);
       }
-    }
+    });
   });
 }
 
@@ -217,7 +217,7 @@ STOKER_API int32_t stoker_activation_backward(const stoker_activation_call* call
   using namespace stoker;
   return guarded([&] {
     const Biases bias(*call);
-    const ColumnSums sums(call->rows, call->columns, call->gated ? 2 : 1);
+    const ColumnSums sums(call->rows, call->columns, {true, call->gated != 0}, call->threads);
     for_dtype(call->dtype, [&](auto* tag) {
       using Scalar = std::remove_pointer_t<decltype(tag)>;
       const Rows<const Scalar> x{static_cast<const Scalar*>(call->x), call->x_stride, true};
@@ -229,7 +229,7 @@ STOKER_API int32_t stoker_activation_backward(const stoker_activation_call* call
                                 call->threads);
       });
     });
-    sums.finish(kInput, call->dx_bias, call->bias_dtype, call->threads);
-    if (call->gated) sums.finish(kUp, call->dup_bias, call->bias_dtype, call->threads);
+    sums.finish({{kInput, call->dx_bias, call->bias_dtype}, {kUp, call->gated ? call->dup_bias : nullptr, call->bias_dtype}},
+                call->threads);
   });
 }

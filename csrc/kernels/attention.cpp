@@ -5,13 +5,19 @@
 // Scores of relative positions, which are added before the cap, are in kernels/relative_positions.h.
 //
 // Scores exist only as a block of 64 queries by at most 512 keys in cache. Forward keeps the output and the log of each row's
-// sum of exponentials; backward computes the blocks again. Work is cut into tasks by shape alone, and every sum runs in a
-// fixed order inside one task, so results do not depend on the number of threads.
+// sum of exponentials; backward computes the blocks again.
+//
+// A task is a sequence and head, or less of it where threads are many: some queries in forward, some keys and one of several heads
+// that share a key/value head in backward. Sums over what may be cut always run part by part, by shape alone, and the parts are
+// added in their order, by one task or by the last of several: results do not depend on the number of threads.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
+#include "core/buffer.h"
 #include "core/gemm.h"
 #include "core/math.h"
 #include "core/parallel.h"
@@ -123,8 +129,14 @@ const float* row_factors(const Dropout& dropout, uint64_t row, int64_t begin, in
   return buffer + (begin - first_group * kRandomGroup);
 }
 
+// The work of a task is counted in scores.
+constexpr int64_t kTasksPerThread = 3;
+
+// What a task may cost so that all threads are busy to the end. Less than one block of scores is not worth a task.
+int64_t task_limit(int64_t work, int threads) { return std::max(kQueryBlock * kQueryBlock, work / (kTasksPerThread * threads)); }
+
 struct ForwardTask {
-  int64_t sequence, head, first_query;
+  int64_t sequence, head, first_query, queries, work;
 };
 
 template <typename Scalar>
@@ -132,7 +144,7 @@ void forward_task(const stoker_attention_call& call, const Dropout& dropout, con
   const int64_t size = call.head_size, width = round_up(size, kPanel);
   const Span own = span(call.starts, task.sequence), other = span(call.key_starts, task.sequence);
   const int64_t start = own.start, key_start = other.start, key_length = other.length;
-  const int64_t queries = std::min(kQueryChunk, own.length - task.first_query);
+  const int64_t queries = task.queries;
   const int64_t kv_head = task.head / (call.heads / call.kv_heads);
   const Scalar* q = static_cast<const Scalar*>(call.q) + task.head * call.q_head;
   RelativePositions positions(call, false);
@@ -228,11 +240,44 @@ void forward_task(const stoker_attention_call& call, const Dropout& dropout, con
   }
 }
 
-// One key chunk of some sequences and one key/value head. Several sequences share a task only when the bias or the tables of
-// positions want a gradient, which sums over them in order.
+// Keys per part of a key chunk. The gradient of a query is summed part by part.
+int64_t keys_per_part(int64_t keys) {
+  constexpr int64_t kMostParts = 8;  // each has a gradient of all queries where the parts are different tasks
+  int64_t size = kQueryBlock;
+  while (size * kMostParts < std::min(keys, kKeyChunk)) size *= 2;
+  return size;
+}
+
+// Queries of a sequence that may see one of the keys [first, first + count): the window seen from the key's side.
+struct QueryRange {
+  int64_t begin, end;
+};
+QueryRange seeing(const stoker_attention_call& call, int64_t queries, int64_t first, int64_t count) {
+  const int64_t last = first + count - 1;
+  return {(first - std::min(first, call.right)) / kQueryBlock * kQueryBlock,
+          call.left >= queries - last ? queries : std::min(queries, last + call.left + 1)};
+}
+
+// A key chunk of a sequence that is cut into several tasks for each key/value head, and where they leave what others add up.
+struct Cut {
+  int64_t ranges;                // of keys, each a task of its own
+  int64_t parts;                 // of keys
+  float* dq = nullptr;           // (heads, parts, queries, width), or null if there is one range
+  float* dkv = nullptr;          // (heads, 2, keys of the chunk, width), or null if no heads share a key/value head
+  std::atomic<int32_t>* unfinished = nullptr;  // tasks of each head's dq, then of each key/value head's dk and dv by range
+};
+
+// Keys [first_key, last_key) of a chunk of a sequence, and `members` of the heads that share a key/value head, from `member` on.
 struct BackwardTask {
+  int64_t sequence, kv_head, chunk, first_key, last_key, member, members, work;
+  int64_t range = 0;
+  const Cut* cut = nullptr;
+};
+
+// Sequences whose gradients of the bias or of positions are summed in order, for one key/value head.
+struct Group {
   int64_t first, last;  // positions in the list of sequences
-  int64_t kv_head, chunk, group;
+  int64_t kv_head, index;
 };
 
 template <typename Scalar>
@@ -242,41 +287,46 @@ class Backward {
       : call_(call), dropout_(dropout), size_(call.head_size), width_(round_up(call.head_size, kPanel)),
         sharing_(call.heads / call.kv_heads), positions_(call, true) {}
 
-  // Empties what the task adds to: its part of the gradients of bias and positions.
-  void clear(const BackwardTask& task) const {
-    positions_.clear_gradients(task.kv_head, task.group);
+  // Empties what the group adds to: its part of the gradients of bias and positions.
+  void clear(const Group& group) const {
+    positions_.clear_gradients(group.kv_head, group.index);
     if (!call_.dbias) return;
     const int64_t elements = sharing_ * call_.bias_rows * call_.bias_columns;
-    float* dbias = call_.dbias + (task.group * call_.kv_heads + task.kv_head) * elements;
+    float* dbias = call_.dbias + (group.index * call_.kv_heads + group.kv_head) * elements;
     std::fill(dbias, dbias + elements, 0.0f);
   }
 
-  void run(int64_t sequence, const BackwardTask& task) {
-    queries_ = span(call_.starts, sequence);
-    keys_ = span(call_.key_starts, sequence);
-    const int64_t chunk_begin = task.chunk * kKeyChunk, chunk_end = std::min(keys_.length, chunk_begin + kKeyChunk);
+  void run(const BackwardTask& task, int64_t group = 0) {
+    task_ = task;
+    queries_ = span(call_.starts, task.sequence);
+    keys_ = span(call_.key_starts, task.sequence);
     kv_head_ = task.kv_head;
-    group_ = task.group;
+    group_ = group;
+    part_ = keys_per_part(keys_.length);
     reserve();
-    std::fill(dq_, dq_ + sharing_ * queries_.length * width_, 0.0f);
-    for (int64_t first_key = chunk_begin; first_key < chunk_end; first_key += kKeyBlock)
-      key_block(first_key, std::min(kKeyBlock, chunk_end - first_key));
+    for (int64_t member = task.member; member < task.member + task.members; ++member)
+      for (int64_t part = first_part(); part < last_part(); ++part)
+        std::fill(dq_of(member, part), dq_of(member, part) + queries_.length * width_, 0.0f);
+    for (int64_t first_key = task.first_key; first_key < task.last_key; first_key += kKeyBlock)
+      key_block(first_key, std::min(kKeyBlock, task.last_key - first_key));
     positions_.end_sequence(kv_head_, group_);
-    write_dq(task.chunk);
+    finish();
   }
 
  private:
   void reserve() {
+    const int64_t own_dq = shares_dq() ? 0 : task_.members * queries_.length * width_;
     Scratch& scratch = Scratch::of_this_thread();
-    scratch.reserve(kKeyBlock * (4 * size_ + 3 * width_) + kQueryBlock * (2 * size_ + 2 * width_ + 2 * kScoreStride + 1) +
-                    sharing_ * queries_.length * width_ + 2 * kKeyBlock + 2 * kRandomGroup + 2048 +
-                    positions_.floats(queries_.length));
+    scratch.reserve(kKeyBlock * (4 * size_ + 5 * width_) + kQueryBlock * (2 * size_ + 2 * width_ + 2 * kScoreStride + 1) + own_dq +
+                    2 * kKeyBlock + 2 * kRandomGroup + 2048 + positions_.floats(queries_.length));
     rows_ = scratch.take(kKeyBlock * size_);
     key_columns_ = scratch.take(kKeyBlock * size_);
     value_columns_ = scratch.take(kKeyBlock * size_);
     key_rows_ = scratch.take(kKeyBlock * width_);
-    dk_ = scratch.take(kKeyBlock * width_);
-    dv_ = scratch.take(kKeyBlock * width_);
+    dk_sums_ = scratch.take(kKeyBlock * width_);
+    dv_sums_ = scratch.take(kKeyBlock * width_);
+    dk_member_ = scratch.take(kKeyBlock * width_);
+    dv_member_ = scratch.take(kKeyBlock * width_);
     query_ = scratch.take(kQueryBlock * size_);
     dout_ = scratch.take(kQueryBlock * size_);
     query_panels_ = scratch.take(kQueryBlock * width_);
@@ -286,8 +336,24 @@ class Backward {
     delta_ = scratch.take(kQueryBlock);
     factors_ = scratch.take(kKeyBlock + 2 * kRandomGroup);
     slopes_ = scratch.take(kKeyBlock);
-    dq_ = scratch.take(sharing_ * queries_.length * width_);
+    own_dq_ = scratch.take(own_dq);
     positions_.begin_sequence<Scalar>(scratch, queries_.length, kv_head_);
+  }
+
+  bool shares_dq() const { return task_.cut && task_.cut->dq; }
+  bool shares_dkv() const { return task_.cut && task_.cut->dkv; }
+  int64_t chunk_begin() const { return task_.chunk * kKeyChunk; }
+  int64_t chunk_keys() const { return std::min(keys_.length - chunk_begin(), kKeyChunk); }
+
+  // Parts of the chunk that have a sum of their own: those of the task where other tasks have others, else one for all.
+  int64_t first_part() const { return shares_dq() ? (task_.first_key - chunk_begin()) / part_ : 0; }
+  int64_t last_part() const { return shares_dq() ? (task_.last_key - chunk_begin() + part_ - 1) / part_ : 1; }
+  float* dq_of(int64_t member, int64_t part) const {
+    if (!shares_dq()) return own_dq_ + (member - task_.member) * queries_.length * width_;
+    return task_.cut->dq + ((kv_head_ * sharing_ + member) * task_.cut->parts + part) * queries_.length * width_;
+  }
+  float* dkv_of(int64_t member, int64_t kind, int64_t key) const {
+    return task_.cut->dkv + (((kv_head_ * sharing_ + member) * 2 + kind) * chunk_keys() + key - chunk_begin()) * width_;
   }
 
   void key_block(int64_t first_key, int64_t keys) {
@@ -299,23 +365,37 @@ class Backward {
     load_rows(k, call_.k_token, first, keys, call_, true, 1.0f, rows_);
     pack_columns(rows_, size_, size_, keys, key_columns_);
     pack_rows(rows_, size_, keys, size_, key_rows_);
-    std::fill(dk_, dk_ + keys * width_, 0.0f);
-    std::fill(dv_, dv_ + keys * width_, 0.0f);
-    // Queries that may see this block: the window seen from the key's side.
-    const int64_t last_key = first_key + keys - 1, length = queries_.length;
-    const int64_t from = (first_key - std::min(first_key, call_.right)) / kQueryBlock * kQueryBlock;
-    const int64_t to = call_.left >= length - last_key ? length : std::min(length, last_key + call_.left + 1);
-    for (int64_t member = 0; member < sharing_; ++member)
-      for (int64_t chunk = from; chunk < to; chunk += kQueryChunk) {
-        positions_.begin_block(first_key, keys, rows_, chunk, std::min(kQueryChunk, length - chunk));
-        for (int64_t query = chunk; query < std::min(to, chunk + kQueryChunk); query += kQueryBlock)
-          query_block(member, query, std::min(kQueryBlock, length - query), first_key, keys);
+    const QueryRange range = seeing(call_, queries_.length, first_key, keys);
+    for (int64_t member = task_.member; member < task_.member + task_.members; ++member) {
+      const bool is_first = member == task_.member;
+      dk_ = shares_dkv() ? dkv_of(member, 0, first_key) : is_first ? dk_sums_ : dk_member_;
+      dv_ = shares_dkv() ? dkv_of(member, 1, first_key) : is_first ? dv_sums_ : dv_member_;
+      std::fill(dk_, dk_ + keys * width_, 0.0f);
+      std::fill(dv_, dv_ + keys * width_, 0.0f);
+      for (int64_t chunk = range.begin; chunk < range.end; chunk += kQueryChunk) {
+        positions_.begin_block(first_key, keys, rows_, chunk, std::min(kQueryChunk, queries_.length - chunk));
+        for (int64_t query = chunk; query < std::min(range.end, chunk + kQueryChunk); query += kQueryBlock)
+          query_block(member, query, std::min(kQueryBlock, queries_.length - query), first_key, keys);
         positions_.end_block(key_rows_, dk_);
       }
-    Scalar* dk = static_cast<Scalar*>(call_.dk) + kv_head_ * call_.k_head;
-    Scalar* dv = static_cast<Scalar*>(call_.dv) + kv_head_ * call_.v_head;
-    store_rows(dk_, width_, first, keys, call_, true, 1.0f, dk, call_.k_token);
-    store_rows(dv_, width_, first, keys, call_, false, 1.0f, dv, call_.v_token);
+      if (!is_first && !shares_dkv()) {
+        add(dk_sums_, dk_, keys * width_);
+        add(dv_sums_, dv_, keys * width_);
+      }
+    }
+    if (!shares_dkv()) store_dkv(dk_sums_, dv_sums_, first, keys);
+  }
+
+  static void add(float* to, const float* from, int64_t count) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+  }
+
+  void store_dkv(const float* dk, const float* dv, int64_t first, int64_t keys) {
+    Scalar* to_k = static_cast<Scalar*>(call_.dk) + kv_head_ * call_.k_head;
+    Scalar* to_v = static_cast<Scalar*>(call_.dv) + kv_head_ * call_.v_head;
+    store_rows(dk, width_, first, keys, call_, true, 1.0f, to_k, call_.k_token);
+    store_rows(dv, width_, first, keys, call_, false, 1.0f, to_v, call_.v_token);
   }
 
   void query_block(int64_t member, int64_t query, int64_t count, int64_t first_key, int64_t keys) {
@@ -334,9 +414,14 @@ class Backward {
                                                        dscores_ + i * kScoreStride, delta_[i]);
     multiply<true>(seen, size_, count, scores_, 1, kScoreStride, dout_panels_, kPanel * count, dv_ + offset * width_, width_);
     multiply<true>(seen, size_, count, dscores_, 1, kScoreStride, query_panels_, kPanel * count, dk_ + offset * width_, width_);
-    float* dq = dq_ + (member * queries_.length + query) * width_;
-    multiply<true>(count, size_, seen, dscores_, kScoreStride, 1, key_rows_ + offset * kPanel, kPanel * keys, dq, width_);
-    positions_.take_gradient(query, count, range, dscores_, query_panels_, dq);
+    for (int64_t key = range.begin; key < range.end;) {
+      const int64_t part = (key - chunk_begin()) / part_, end = std::min(range.end, chunk_begin() + (part + 1) * part_);
+      float* dq = dq_of(member, part) + query * width_;
+      multiply<true, true>(count, size_, end - key, dscores_ + key - range.begin, kScoreStride, 1,
+                           key_rows_ + (key - first_key) * kPanel, kPanel * keys, dq, width_);
+      key = end;
+    }
+    positions_.take_gradient(query, count, range, dscores_, query_panels_, dq_of(member, 0) + query * width_);
   }
 
   void load_queries(int64_t head, int64_t query, int64_t count) {
@@ -386,19 +471,34 @@ class Backward {
     }
   }
 
-  void write_dq(int64_t chunk) {
+  // Writes what no other task adds to. Of tasks that share a sum the last one adds the parts up.
+  void finish() {
+    const auto is_last = [&](int64_t index) { return task_.cut->unfinished[index].fetch_sub(1, std::memory_order_acq_rel) == 1; };
+    for (int64_t member = task_.member; member < task_.member + task_.members; ++member) {
+      if (shares_dq()) {
+        if (!is_last(kv_head_ * sharing_ + member)) continue;
+        for (int64_t part = 1; part < task_.cut->parts; ++part)
+          add(dq_of(member, 0), dq_of(member, part), queries_.length * width_);
+      }
+      write_dq(kv_head_ * sharing_ + member, dq_of(member, 0));
+    }
+    if (!shares_dkv() || !is_last(call_.heads + kv_head_ * task_.cut->ranges + task_.range)) return;
+    const int64_t keys = task_.last_key - task_.first_key;
+    for (int64_t member = 1; member < sharing_; ++member)
+      for (int64_t kind = 0; kind < 2; ++kind)
+        add(dkv_of(0, kind, task_.first_key), dkv_of(member, kind, task_.first_key), keys * width_);
+    store_dkv(dkv_of(0, 0, task_.first_key), dkv_of(0, 1, task_.first_key), keys_.start + task_.first_key, keys);
+  }
+
+  void write_dq(int64_t head, const float* from) {
     if (!queries_.length) return;  // dq and dq_parts may be null where no sequence has a query
     const int64_t dense = call_.heads * size_, tokens = call_.starts[call_.sequences];
-    for (int64_t member = 0; member < sharing_; ++member) {
-      const int64_t head = kv_head_ * sharing_ + member;
-      const float* from = dq_ + member * queries_.length * width_;
-      if (keys_.length <= kKeyChunk) {
-        Scalar* dq = static_cast<Scalar*>(call_.dq) + head * call_.q_head;
-        store_rows(from, width_, queries_.start, queries_.length, call_, true, call_.scale, dq, call_.q_token);
-      } else {
-        float* part = call_.dq_parts + chunk * tokens * dense + queries_.start * dense + head * size_;
-        for (int64_t i = 0; i < queries_.length; ++i) std::copy(from + i * width_, from + i * width_ + size_, part + i * dense);
-      }
+    if (keys_.length <= kKeyChunk) {
+      Scalar* dq = static_cast<Scalar*>(call_.dq) + head * call_.q_head;
+      store_rows(from, width_, queries_.start, queries_.length, call_, true, call_.scale, dq, call_.q_token);
+    } else {
+      float* part = call_.dq_parts + task_.chunk * tokens * dense + queries_.start * dense + head * size_;
+      for (int64_t i = 0; i < queries_.length; ++i) std::copy(from + i * width_, from + i * width_ + size_, part + i * dense);
     }
   }
 
@@ -406,10 +506,12 @@ class Backward {
   const Dropout& dropout_;
   const int64_t size_, width_, sharing_;  // sharing_: how many heads share a key/value head
   RelativePositions positions_;
+  BackwardTask task_{};
   Span queries_{}, keys_{};
-  int64_t kv_head_ = 0, group_ = 0;
-  float *rows_, *key_columns_, *value_columns_, *key_rows_, *dk_, *dv_, *query_, *dout_, *query_panels_, *dout_panels_;
-  float *scores_, *dscores_, *delta_, *factors_, *slopes_, *dq_;
+  int64_t kv_head_ = 0, group_ = 0, part_ = 0;
+  float *rows_, *key_columns_, *value_columns_, *key_rows_, *dk_sums_, *dv_sums_, *dk_member_, *dv_member_, *query_, *dout_;
+  float *query_panels_, *dout_panels_, *scores_, *dscores_, *delta_, *factors_, *slopes_, *own_dq_;
+  float *dk_ = nullptr, *dv_ = nullptr;
 };
 
 // At least one: without keys the gradient of the queries is written too, as zeros.
@@ -455,72 +557,235 @@ void combine_groups(const stoker_attention_call& call, float* parts, int64_t ele
 // The sink has the probability exp(sink - lse) and no value: its gradient is that of a score whose dO V^T is 0.
 template <typename Scalar>
 void sink_gradient(const stoker_attention_call& call) {
-  const int64_t size = call.head_size, rows = call.starts[call.sequences] * call.heads;
+  constexpr int64_t kTokens = 64;  // a part of the sum
+  const int64_t size = call.head_size, tokens = call.starts[call.sequences], parts = (tokens + kTokens - 1) / kTokens;
   const Scalar *out = static_cast<const Scalar*>(call.out), *dout = static_cast<const Scalar*>(call.dout);
-  parallel_tasks(call.heads, call.threads, [&](int64_t head) {
-    double sum = 0.0;
-    for (int64_t row = head; row < rows; row += call.heads) {
-      const float lse = call.lse[row];
-      if (lse != kNegativeInfinity) sum -= exp(call.sinks[head] - lse) * dot(out + row * size, dout + row * size, size);
-    }
-    call.dsinks[head] = static_cast<float>(sum);
+  std::vector<double> sums(parts * call.heads, 0.0);
+  parallel_ranges(parts, threads_for(tokens * call.heads * size, call.threads), [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part)
+      for (int64_t token = part * kTokens; token < std::min(tokens, (part + 1) * kTokens); ++token)
+        for (int64_t head = 0; head < call.heads; ++head) {
+          const int64_t row = token * call.heads + head;
+          const float lse = call.lse[row];
+          if (lse != kNegativeInfinity)
+            sums[part * call.heads + head] -= exp(call.sinks[head] - lse) * dot(out + row * size, dout + row * size, size);
+        }
   });
+  for (int64_t head = 0; head < call.heads; ++head) {
+    double sum = 0.0;
+    for (int64_t part = 0; part < parts; ++part) sum += sums[part * call.heads + head];
+    call.dsinks[head] = static_cast<float>(sum);
+  }
 }
 
 // Most work first: the last tasks handed out should be short ones.
-std::vector<int64_t> by_work(const stoker_attention_call& call) {
-  const auto work = [&](int64_t s) { return span(call.starts, s).length * span(call.key_starts, s).length; };
-  std::vector<int64_t> order;
-  for (int64_t s = 0; s < call.sequences; ++s)
-    if (span(call.starts, s).length || span(call.key_starts, s).length) order.push_back(s);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return work(a) > work(b); });
-  return order;
+template <typename Task>
+void sort_by_work(std::vector<Task>& tasks) {
+  std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.work > b.work; });
 }
 
 template <typename Scalar>
 void forward(const stoker_attention_call& call) {
   const Dropout dropout(call.p, call.key);
-  std::vector<ForwardTask> tasks;
-  for (int64_t sequence : by_work(call)) {
-    const int64_t length = span(call.starts, sequence).length;
-    for (int64_t head = 0; head < call.heads; ++head)
-      for (int64_t query = 0; query < length; query += kQueryChunk) tasks.push_back({sequence, head, query});
+  const auto each = [&](auto&& f) {
+    for (int64_t s = 0; s < call.sequences; ++s)
+      if (span(call.starts, s).length) f(s, span(call.starts, s).length, span(call.key_starts, s).length);
+  };
+  int64_t work = 0;  // of all heads
+  const auto seen = [&](int64_t query, int64_t count, int64_t keys) {
+    const KeyRange range = visible(call, query, query + count - 1, 0, keys);
+    return range.empty() ? 0 : count * (range.end - range.begin);
+  };
+  each([&](int64_t, int64_t queries, int64_t keys) {
+    for (int64_t query = 0; query < queries; query += kQueryBlock)
+      work += call.heads * seen(query, std::min(kQueryBlock, queries - query), keys);
+  });
+  const int64_t limit = task_limit(work, call.threads);
+  std::vector<ForwardTask> tasks;  // of the first head
+  each([&](int64_t sequence, int64_t queries, int64_t keys) {
+    int64_t chunk = kQueryChunk;
+    // Each task would lay the table of positions out again.
+    if (!call.position_q && !call.position_k)
+      while (chunk > kQueryBlock && seen(std::max<int64_t>(0, queries - chunk), std::min(chunk, queries), keys) > limit)
+        chunk -= kQueryBlock;
+    for (int64_t query = 0; query < queries; query += chunk) {
+      const int64_t count = std::min(chunk, queries - query);
+      tasks.push_back({sequence, 0, query, count, seen(query, count, keys)});
+    }
+  });
+  sort_by_work(tasks);
+  parallel_tasks(static_cast<int64_t>(tasks.size()) * call.heads, call.threads, [&](int64_t index) {
+    ForwardTask task = tasks[index / call.heads];
+    task.head = index % call.heads;
+    forward_task<Scalar>(call, dropout, task);
+  });
+}
+
+// How the backward pass is divided, and the memory that its tasks share.
+class BackwardPlan {
+ public:
+  explicit BackwardPlan(const stoker_attention_call& call)
+      : call_(call), width_(round_up(call.head_size, kPanel)), sharing_(call.heads / call.kv_heads) {
+    int64_t work = 0;
+    for_chunks([&](int64_t sequence, int64_t, int64_t first, int64_t last) {
+      work += call_.heads * scores(sequence, first, last, keys_per_part(span(call_.key_starts, sequence).length));
+    });
+    const int64_t limit = task_limit(work, call_.threads);
+    int64_t floats = 0, counters = 0;
+    for_chunks([&](int64_t sequence, int64_t chunk, int64_t first, int64_t last) {
+      ChunkPlan plan = plan_for(sequence, first, last, limit);
+      add_tasks(sequence, chunk, first, last, plan);
+      floats += plan.dq + plan.dkv;
+      counters += plan.counters;
+      plans_.push_back(plan);
+    });
+    share(floats, counters);
+    sort_by_work(tasks_);
+    for (const BackwardTask& task : tasks_) count_ += call_.heads / task.members;
+    by_head_.reserve(count_);
+    for (int64_t index = 0; index < static_cast<int64_t>(tasks_.size()); ++index)
+      for (int64_t head = 0; head < call_.heads; head += tasks_[index].members) by_head_.push_back({index, head});
   }
-  parallel_tasks(static_cast<int64_t>(tasks.size()), call.threads,
-                 [&](int64_t index) { forward_task<Scalar>(call, dropout, tasks[index]); });
+
+  int64_t count() const { return count_; }
+  BackwardTask task(int64_t index) const {
+    BackwardTask task = tasks_[by_head_[index].task];
+    task.kv_head = by_head_[index].head / sharing_;
+    task.member = by_head_[index].head % sharing_;
+    return task;
+  }
+
+ private:
+  // How a key chunk of a sequence is divided, and how many floats and counters its tasks share: none if it is not cut.
+  struct ChunkPlan {
+    int64_t keys_per_task, members, ranges, parts, dq, dkv, counters;
+    size_t first_task = 0, last_task = 0;
+  };
+  struct HeadOfTask {
+    int64_t task, head;
+  };
+
+  template <typename F>
+  void for_chunks(F&& f) const {
+    for (int64_t sequence = 0; sequence < call_.sequences; ++sequence) {
+      const int64_t keys = span(call_.key_starts, sequence).length;
+      if (!keys && !span(call_.starts, sequence).length) continue;
+      for (int64_t chunk = 0; chunk < chunks_of(call_, sequence); ++chunk)
+        f(sequence, chunk, chunk * kKeyChunk, std::min(keys, (chunk + 1) * kKeyChunk));
+    }
+  }
+
+  // Scores of one head and the keys [first, last), counted `step` keys at a time.
+  int64_t scores(int64_t sequence, int64_t first, int64_t last, int64_t step) const {
+    int64_t sum = 0;
+    for (int64_t key = first; key < last; key += step) {
+      const int64_t count = std::min(step, last - key);
+      const QueryRange range = seeing(call_, span(call_.starts, sequence).length, key, count);
+      sum += count * std::max<int64_t>(0, range.end - range.begin);
+    }
+    return sum;
+  }
+
+  // First the heads that share keys become tasks of their own, then ranges of keys.
+  ChunkPlan plan_for(int64_t sequence, int64_t first, int64_t last, int64_t limit) const {
+    const int64_t keys = last - first, queries = span(call_.starts, sequence).length;
+    const int64_t part = keys_per_part(span(call_.key_starts, sequence).length);
+    const int64_t all = scores(sequence, first, last, part);
+    ChunkPlan plan{std::max<int64_t>(keys, 1), sharing_, 1, (keys + part - 1) / part, 0, 0, 0};
+    // Positions are laid out for a whole sequence, and their gradients are sums over all keys.
+    if (all * sharing_ <= limit || call_.position_q || call_.position_k) return plan;
+    plan.members = 1;
+    if (sharing_ > 1) plan.dkv = call_.heads * 2 * keys * width_;
+    if (all > limit) {
+      plan.keys_per_task = part;
+      while (plan.keys_per_task < keys && scores(sequence, first, std::min(last, first + plan.keys_per_task + part), part) <= limit)
+        plan.keys_per_task += part;
+      plan.ranges = (keys + plan.keys_per_task - 1) / plan.keys_per_task;
+      if (plan.ranges > 1) plan.dq = call_.heads * plan.parts * queries * width_;
+    }
+    if (plan.dq || plan.dkv) plan.counters = call_.heads + call_.kv_heads * plan.ranges;
+    return plan;
+  }
+
+  void add_tasks(int64_t sequence, int64_t chunk, int64_t first, int64_t last, ChunkPlan& plan) {
+    const int64_t part = keys_per_part(span(call_.key_starts, sequence).length);
+    plan.first_task = tasks_.size();
+    for (int64_t range = 0; range < plan.ranges; ++range) {
+      const int64_t key = first + range * plan.keys_per_task, end = std::min(last, key + plan.keys_per_task);
+      const int64_t work = plan.members * scores(sequence, key, end, part);
+      tasks_.push_back({sequence, 0, chunk, key, end, 0, plan.members, work, range, nullptr});
+    }
+    plan.last_task = tasks_.size();
+  }
+
+  void share(int64_t floats, int64_t counters) {
+    if (!counters) return;
+    memory_ = Buffer<float>(floats);
+    unfinished_ = std::make_unique<std::atomic<int32_t>[]>(counters);
+    cuts_.reserve(plans_.size());
+    float* memory = memory_.get();
+    std::atomic<int32_t>* unfinished = unfinished_.get();
+    for (const ChunkPlan& plan : plans_) {
+      if (!plan.counters) continue;
+      cuts_.push_back({plan.ranges, plan.parts, plan.dq ? memory : nullptr, plan.dkv ? memory + plan.dq : nullptr, unfinished});
+      for (int64_t i = 0; i < plan.counters; ++i)
+        unfinished[i].store(static_cast<int32_t>(i < call_.heads ? plan.ranges : sharing_), std::memory_order_relaxed);
+      for (size_t task = plan.first_task; task < plan.last_task; ++task) tasks_[task].cut = &cuts_.back();
+      memory += plan.dq + plan.dkv;
+      unfinished += plan.counters;
+    }
+  }
+
+  const stoker_attention_call& call_;
+  const int64_t width_, sharing_;
+  int64_t count_ = 0;
+  std::vector<BackwardTask> tasks_;  // of the first head
+  std::vector<HeadOfTask> by_head_;
+  std::vector<ChunkPlan> plans_;
+  std::vector<Cut> cuts_;
+  Buffer<float> memory_;
+  std::unique_ptr<std::atomic<int32_t>[]> unfinished_;
+};
+
+// The gradients of bias and positions are sums over sequences: each group of sequences adds its own in their order.
+template <typename Scalar>
+void backward_in_groups(const stoker_attention_call& call, const Dropout& dropout) {
+  struct Member {
+    int64_t sequence, work;
+  };
+  std::vector<Member> order;
+  for (int64_t s = 0; s < call.sequences; ++s) {
+    const int64_t queries = span(call.starts, s).length, keys = span(call.key_starts, s).length;
+    if (queries || keys) order.push_back({s, queries * keys});
+  }
+  sort_by_work(order);
+  const int64_t count = static_cast<int64_t>(order.size()), sharing = call.heads / call.kv_heads;
+  parallel_tasks(call.groups * call.kv_heads, call.threads, [&](int64_t index) {
+    const int64_t number = index / call.kv_heads;
+    const Group group{count * number / call.groups, count * (number + 1) / call.groups, index % call.kv_heads, number};
+    Backward<Scalar> worker(call, dropout);
+    worker.clear(group);
+    for (int64_t position = group.first; position < group.last; ++position) {
+      const int64_t sequence = order[position].sequence, keys = span(call.key_starts, sequence).length;
+      for (int64_t chunk = 0; chunk < chunks_of(call, sequence); ++chunk)
+        worker.run({sequence, group.kv_head, chunk, chunk * kKeyChunk, std::min(keys, (chunk + 1) * kKeyChunk), 0, sharing, 0},
+                   number);
+    }
+  });
 }
 
 template <typename Scalar>
 void backward(const stoker_attention_call& call) {
   const Dropout dropout(call.p, call.key);
-  const std::vector<int64_t> order = by_work(call);
-  const int64_t count = static_cast<int64_t>(order.size());
-  std::vector<BackwardTask> tasks;
   if (call.dbias || call.dposition_q || call.dposition_k) {
-    for (int64_t group = 0; group < call.groups; ++group)
-      for (int64_t head = 0; head < call.kv_heads; ++head)
-        tasks.push_back({count * group / call.groups, count * (group + 1) / call.groups, head, -1, group});
+    backward_in_groups<Scalar>(call, dropout);
   } else {
-    for (int64_t position = 0; position < count; ++position)
-      for (int64_t head = 0; head < call.kv_heads; ++head)
-        for (int64_t chunk = 0; chunk < chunks_of(call, order[position]); ++chunk)
-          tasks.push_back({position, position + 1, head, chunk, 0});
+    const BackwardPlan plan(call);
+    parallel_tasks(plan.count(), call.threads, [&](int64_t index) {
+      Backward<Scalar> worker(call, dropout);
+      worker.run(plan.task(index));
+    });
   }
-  parallel_tasks(static_cast<int64_t>(tasks.size()), call.threads, [&](int64_t index) {
-    BackwardTask task = tasks[index];
-    Backward<Scalar> worker(call, dropout);
-    if (task.chunk < 0) worker.clear(task);
-    for (int64_t position = task.first; position < task.last; ++position) {
-      const int64_t sequence = order[position];
-      if (task.chunk >= 0) {
-        worker.run(sequence, task);
-        continue;
-      }
-      const int64_t chunks = chunks_of(call, sequence);
-      for (BackwardTask piece = {0, 0, task.kv_head, 0, task.group}; piece.chunk < chunks; ++piece.chunk)
-        worker.run(sequence, piece);
-    }
-  });
   if (call.dq_parts) combine_dq<Scalar>(call);
   combine_groups(call, call.dbias, call.heads * call.bias_rows * call.bias_columns);
   combine_groups(call, call.dposition_q, call.position_rows * call.heads * call.head_size);

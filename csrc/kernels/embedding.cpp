@@ -59,7 +59,7 @@ static void forward(const stoker_embedding_norm_call& call, const float* weight,
   });
 }
 
-enum { kWeight, kBias, kKinds };
+enum { kWeight, kBias };
 
 template <typename Table, typename Scalar>
 static void backward(const stoker_embedding_norm_call& call, const float* weight, const ColumnSums& sums) {
@@ -69,27 +69,27 @@ static void backward(const stoker_embedding_norm_call& call, const float* weight
     float* z = thread_row<0>(length);
     float* factors = thread_row<1>(length);
     float* g = thread_row<2>(length);
-    const bool trained = call.dweight || call.dbias;
-    const ParameterSums parameters{trained ? sums.start(block, kWeight) : nullptr,
-                                   trained ? sums.start(block, kBias) : nullptr};
-    for (int64_t token = block * sums.size; token < std::min(tokens, (block + 1) * sums.size); ++token) {
-      lookup_row<Table>(call, token, z);
-      const Scalar* from = static_cast<const Scalar*>(call.dy) + token * columns;
-      float* to = call.dz + token * columns;
-      const Moments m{call.stats[token], call.stats[tokens + token]};
-      const auto finish = [&](auto&& dy_at) {
-        const RowGradient gradient =
-            read_row([=](int64_t i) { return z[i]; }, dy_at, m, weight, columns, false, z, g, parameters);
+    sums.run(block, [&](int64_t begin, int64_t end, float* const* sum_rows) {
+      const ParameterSums parameters{sum_rows[kWeight], sum_rows[kBias]};
+      for (int64_t token = begin; token < end; ++token) {
+        lookup_row<Table>(call, token, z);
+        const Scalar* from = static_cast<const Scalar*>(call.dy) + token * columns;
+        float* to = call.dz + token * columns;
+        const Moments m{call.stats[token], call.stats[tokens + token]};
+        const auto finish = [&](auto&& dy_at) {
+          const RowGradient gradient =
+              read_row([=](int64_t i) { return z[i]; }, dy_at, m, weight, columns, false, z, g, parameters);
 #pragma omp simd
-        for (int64_t i = 0; i < columns; ++i) to[i] = gradient.at(g[i], z[i]);
-      };
-      if (dropout.active()) {
-        row_factors(dropout, token, columns, factors);
-        finish([=](int64_t i) { return load(from[i]) * factors[i]; });
-      } else {
-        finish([=](int64_t i) { return load(from[i]); });
+          for (int64_t i = 0; i < columns; ++i) to[i] = gradient.at(g[i], z[i]);
+        };
+        if (dropout.active()) {
+          row_factors(dropout, token, columns, factors);
+          finish([=](int64_t i) { return load(from[i]) * factors[i]; });
+        } else {
+          finish([=](int64_t i) { return load(from[i]); });
+        }
       }
-    }
+    });
   });
 }
 
@@ -154,11 +154,12 @@ static void scatter(const Scalar* dz, const int64_t* ids, Table* grad, int64_t t
     for (int64_t row = begin; row < end; ++row)
       if (!plan.used(row)) std::memset(static_cast<void*>(grad + row * columns), 0, columns * sizeof(Table));
   });
-  constexpr int64_t kBatch = 8;  // chunks handed out at a time
   const int64_t count = static_cast<int64_t>(plan.chunks.size());
-  parallel_tasks((count + kBatch - 1) / kBatch, threads_for(tokens * columns, threads), [&](int64_t batch) {
+  const int useful = threads_for(tokens * columns, threads);
+  const int64_t size = std::clamp<int64_t>(count / (4 * useful), 1, 8);  // chunks handed out at a time
+  parallel_tasks((count + size - 1) / size, useful, [&](int64_t batch) {
     float* total = thread_row<0>(columns);
-    for (int64_t index = batch * kBatch; index < std::min(count, (batch + 1) * kBatch); ++index) {
+    for (int64_t index = batch * size; index < std::min(count, (batch + 1) * size); ++index) {
       const Chunk& chunk = plan.chunks[index];
       if (chunk.partial >= 0) {
         add_tokens(plan, chunk, dz, columns, partial.get() + chunk.partial * columns);
@@ -219,14 +220,14 @@ STOKER_API int32_t stoker_embedding_norm_backward(const stoker_embedding_norm_ca
   using namespace stoker;
   return guarded([&] {
     const Buffer<float> weight = widen(call->weight, call->weight_dtype, call->columns);
-    const ColumnSums sums(call->tokens, call->columns, kKinds);
+    const bool trained = call->dweight || call->dbias;
+    const ColumnSums sums(call->tokens, call->columns, {trained, trained}, call->threads);
     for_dtypes(call->table_dtype, call->dtype, [&](auto* table, auto* scalar) {
       using Table = std::remove_pointer_t<decltype(table)>;
       using Scalar = std::remove_pointer_t<decltype(scalar)>;
       backward<Table, Scalar>(*call, weight.get(), sums);
     });
-    sums.finish(kWeight, call->dweight, call->weight_dtype, call->threads);
-    sums.finish(kBias, call->dbias, call->bias_dtype, call->threads);
+    sums.finish({{kWeight, call->dweight, call->weight_dtype}, {kBias, call->dbias, call->bias_dtype}}, call->threads);
   });
 }
 

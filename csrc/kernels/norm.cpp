@@ -111,7 +111,7 @@ struct Gradients {
   Scalar* dresidual;    // null if nobody asks
 };
 
-enum { kWeight, kBias, kInputBias, kKinds };
+enum { kWeight, kBias, kInputBias };
 
 // dz of a row into dresidual, dz * factor into dx, and the latter's share of the gradient of x_bias.
 template <typename Scalar>
@@ -143,31 +143,30 @@ static void write_row(const Gradients<Scalar>& of, int64_t at, const RowGradient
 
 template <typename Scalar>
 static void backward(const Sum<Scalar>& sum_of, const Gradients<Scalar>& of, const float* weight, const float* stats,
-                     const ColumnSums& sums, bool trained, bool with_x_bias, int64_t rows, bool rms, int threads) {
+                     const ColumnSums& sums, int64_t rows, bool rms, int threads) {
   const int64_t columns = sum_of.columns, room = columns + kRandomGroup;
   parallel_tasks(sums.count, threads_for(rows * columns, threads), [&](int64_t block) {
     float* hat = thread_row<0>(room);
     float* factor_row = thread_row<1>(room);
     float* g = thread_row<2>(room);
-    const ParameterSums parameters{trained ? sums.start(block, kWeight) : nullptr,
-                                   trained ? sums.start(block, kBias) : nullptr};
-    float* dx_bias = with_x_bias ? sums.start(block, kInputBias) : nullptr;
-    for (int64_t row = block * sums.size; row < std::min(rows, (block + 1) * sums.size); ++row) {
-      const int64_t at = row * columns;
-      const Moments m{stats[row], stats[rows + row]};
-      const Scalar* dy = of.dy + at;
-      const auto finish = [&](auto&& z, const float* factors) {
-        const RowGradient gradient =
-            read_row(z, [=](int64_t i) { return load(dy[i]); }, m, weight, columns, rms, hat, g, parameters);
-        write_row(of, at, gradient, factors, hat, g, columns, dx_bias);
-      };
-      if (of.z) {
-        const Scalar* stored = of.z + at;
-        finish([=](int64_t i) { return load(stored[i]); }, sum_of.factors_of(row, factor_row));
-      } else {
-        sum_of.row(row, factor_row, finish);
+    sums.run(block, [&](int64_t begin, int64_t end, float* const* to) {
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t at = row * columns;
+        const Moments m{stats[row], stats[rows + row]};
+        const Scalar* dy = of.dy + at;
+        const auto finish = [&](auto&& z, const float* factors) {
+          const RowGradient gradient = read_row(z, [=](int64_t i) { return load(dy[i]); }, m, weight, columns, rms, hat, g,
+                                                ParameterSums{to[kWeight], to[kBias]});
+          write_row(of, at, gradient, factors, hat, g, columns, to[kInputBias]);
+        };
+        if (of.z) {
+          const Scalar* stored = of.z + at;
+          finish([=](int64_t i) { return load(stored[i]); }, sum_of.factors_of(row, factor_row));
+        } else {
+          sum_of.row(row, factor_row, finish);
+        }
       }
-    }
+    });
   });
 }
 
@@ -194,17 +193,19 @@ STOKER_API int32_t stoker_layer_norm_backward(const stoker_layer_norm_call* call
     const int64_t columns = call->columns;
     const Buffer<float> x_bias = widen(call->x_bias, call->x_bias_dtype, columns),
                         weight = widen(call->weight, call->weight_dtype, columns);
-    const ColumnSums sums(call->rows, columns, call->dx_bias ? kKinds : kInputBias);
+    const bool trained = call->dweight || call->dbias;
+    const ColumnSums sums(call->rows, columns, {trained, trained, call->dx_bias != nullptr}, call->threads);
     for_dtype(call->dtype, [&](auto* tag) {
       using Scalar = std::remove_pointer_t<decltype(tag)>;
       const Gradients<Scalar> of{static_cast<const Scalar*>(call->dy), static_cast<const Scalar*>(call->dz),
                                  static_cast<const Scalar*>(call->z), static_cast<Scalar*>(call->dx),
                                  static_cast<Scalar*>(call->dresidual)};
-      backward(Sum<Scalar>(*call, x_bias.get()), of, weight.get(), call->stats, sums, call->dweight || call->dbias,
-               call->dx_bias != nullptr, call->rows, call->rms != 0, call->threads);
+      backward(Sum<Scalar>(*call, x_bias.get()), of, weight.get(), call->stats, sums, call->rows,
+               call->rms != 0, call->threads);
     });
-    sums.finish(kWeight, call->dweight, call->weight_dtype, call->threads);
-    sums.finish(kBias, call->dbias, call->bias_dtype, call->threads);
-    sums.finish(kInputBias, call->dx_bias, call->x_bias_dtype, call->threads);
+    sums.finish({{kWeight, call->dweight, call->weight_dtype},
+                 {kBias, call->dbias, call->bias_dtype},
+                 {kInputBias, call->dx_bias, call->x_bias_dtype}},
+                call->threads);
   });
 }

@@ -29,6 +29,9 @@ class RegisterTiles {
  public:
   using Element = float;  // of packed operands; bf16 is widened
   static constexpr int64_t kWidth = kPanel;
+  static constexpr int64_t kHeights[] = {96, 72, 48, 36, 24};  // of tiles: multiples of kRows
+  // What a tile costs beside its arithmetic: to pack A, in columns, and to read B, in rows. Measured as in kernels/linear.cpp.
+  static constexpr int64_t kPackingRows = 9, kRereading = 3;
   static constexpr int64_t kDepth = 256;  // a panel of B of this depth is 16 KB on AVX2 and stays in L1 while the tile's rows pass by
 
   explicit RegisterTiles(const stoker_product_call&) {}
@@ -36,8 +39,8 @@ class RegisterTiles {
   static int64_t padded_rows(int64_t rows) { return rows; }
 
   // Columns [first, first + columns) and depth [from, from + count) of B as panels, panel_stride elements apart.
-  void pack(const stoker_operand& b, int64_t from, int64_t count, int64_t first, int64_t columns, float* panels,
-            int64_t panel_stride) const {
+  void pack(const stoker_operand& b, int64_t from, int64_t count, int64_t /* padded */, int64_t first, int64_t columns,
+            float* panels, int64_t panel_stride) const {
     for_dtype(b.dtype, [&](auto* tag) {
       using Scalar = std::remove_pointer_t<decltype(tag)>;
       const Scalar* data = at<Scalar>(b, from, first);
@@ -157,21 +160,23 @@ class Microkernel {
  public:
   using Element = Element_;
   static constexpr int64_t kWidth = 64, kDepth = 768;
+  static constexpr int64_t kHeights[] = {96, 64, 48, 32, 16};
+  static constexpr int64_t kPackingRows = 1, kRereading = 2;
 
   explicit Microkernel(const stoker_product_call& product)
       : multiply_(reinterpret_cast<Multiply>(product.microkernel)), release_(reinterpret_cast<Release>(product.release)) {}
   static int64_t padded_depth(int64_t depth) { return round_up(depth, 64); }
   static int64_t padded_rows(int64_t rows) { return round_up(rows, 16); }
 
-  // (depth, 64) words in each panel.
-  void pack(const stoker_operand& b, int64_t from, int64_t count, int64_t first, int64_t columns, Element* panels,
+  // (depth, 64) words in each panel, with zeros up to the depth `padded`.
+  void pack(const stoker_operand& b, int64_t from, int64_t count, int64_t padded, int64_t first, int64_t columns, Element* panels,
             int64_t panel_stride) const {
     for_dtype(b.dtype, [&](auto* tag) {
       using Scalar = std::remove_pointer_t<decltype(tag)>;
       for (int64_t j = 0; j < columns; j += kWidth) {
-        const int64_t width = std::min(kWidth, columns - j), words = words_of(padded_depth(count));
+        const int64_t width = std::min(kWidth, columns - j), words = words_of(padded);
         float* panel = reinterpret_cast<float*>(panels + j / kWidth * panel_stride);
-        if (width < kWidth || padded_depth(count) != count) std::memset(panel, 0, words * kWidth * sizeof(float));
+        if (width < kWidth || padded != count) std::memset(panel, 0, words * kWidth * sizeof(float));
         const Scalar* data = at<Scalar>(b, from, first + j);
         if (b.column_stride == 1)
           rows_to_words(data, b.row_stride, count, width, panel, kWidth);

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
+import math
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ import torch
 
 from stoker.kernels import native
 
-__all__ = ["MOST_THREADS", "Region", "start_for_program", "table", "virtual_threads"]
+__all__ = ["MOST_THREADS", "Region", "cost_of_region", "start_for_program", "table", "virtual_threads"]
 
 MOST_THREADS = 4096
 
@@ -70,6 +74,35 @@ def virtual_threads(count: int) -> Iterator[Callable[[], list[Region]]]:
         library.stoker_virtual_threads(0)
         native.threads = real
         torch.set_num_threads(before)
+
+
+def cost_of_region(threads: int) -> float:
+    """Seconds for waking `threads` threads and waiting until all of them are back, once per region. Makespans do not contain it.
+
+    Measured here with two real threads, and multiplied by log2(threads), which is an assumption: the fewest rounds in which
+    threads can tell each other. Threads that have gone to sleep (OMP_WAIT_POLICY=passive, long pauses) take longer.
+    """
+    if threads <= 1:
+        return 0.0
+    if native.threads is not torch.get_num_threads:
+        raise RuntimeError("cost_of_region wakes real threads: call it before or after virtual_threads, not during it")
+    return _cost_of_two() * math.log2(threads)
+
+
+@functools.cache
+def _cost_of_two() -> float:
+    """Of an empty region: the difference to the same call without one. The best of ten medians: other programs slow it."""
+    library = native.library()
+
+    def seconds(threads: int) -> float:
+        times = []
+        for _ in range(201):
+            begin = time.perf_counter()
+            library.stoker_count_threads(threads)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    return max(1e-7, min(seconds(2) for _ in range(10)) - min(seconds(1) for _ in range(10)))
 
 
 def start_for_program(library: ctypes.CDLL, count: int) -> None:
