@@ -327,5 +327,7 @@ def test_tiny_models_are_measured_on_this_machine(tmp_path: Path) -> None:
     assert len(found["host_time"]) == 2
     for one in found["steps"]:
         stock, stoker = one["stock"]["losses"], one["stoker"]["losses"]
-        # Random weights, the same seed and data, but dropout of its own on each side.
-        assert stock[0] == pytest.approx(stoker[0], rel=0.15)
+        if one["case"] == "bert-qa":  # stock's softmax counts the padding
+            assert stock[0] > stoker[0]
+        else:  # random weights, the same seed and data, but dropout of its own on each side
+            assert stock[0] == pytest.approx(stoker[0], rel=0.15)
