@@ -50,11 +50,12 @@ class FirstException {
   std::exception_ptr first_;
 };
 
-// How many threads are worth waking for `work` elements of cheap arithmetic. Waking one costs a few microseconds; 16k
-// elements are about that much work.
+// One thread or all of them, for `work` elements of cheap arithmetic. Waking threads costs a few microseconds; 16k elements are about
+// that much work for one. Never some of them: libgomp ends the threads that a smaller team leaves idle and creates them again for the
+// next large one, which costs several times as much as waking all.
 inline int threads_for(int64_t work, int threads) {
-  const int64_t useful = work / 16384 + 1;
-  return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, useful)));
+  constexpr int kEnough = 4;
+  return work / 16384 + 1 >= std::min(threads, kEnough) ? std::max(threads, 1) : 1;
 }
 
 // f(begin, end) over contiguous pieces of [0, n), one per thread. For work whose result does not depend on the split. `where` and
@@ -95,7 +96,7 @@ inline void parallel_tasks(int64_t n, int threads, F&& f, const char* where = __
     return;
   }
   FirstException trouble;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(std::min<int64_t>(threads, n)))
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
   for (int64_t task = 0; task < n; ++task) trouble.run([&] { f(task); });
   trouble.rethrow();
 }

@@ -27,7 +27,7 @@ static void for_pieces(const std::vector<Piece>& pieces, int threads, F&& f) {
   const auto count = static_cast<int64_t>(pieces.size());
   int64_t elements = 0;
   for (const Piece& piece : pieces) elements += piece.end - piece.begin;
-  parallel_ranges(count, static_cast<int>(std::min<int64_t>(threads_for(elements, threads), count)), [&](int64_t begin, int64_t end) {
+  parallel_ranges(count, threads_for(elements, threads), [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) f(index, pieces[static_cast<size_t>(index)]);
   });
 }
