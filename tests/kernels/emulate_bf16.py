@@ -162,7 +162,6 @@ def environment(libraries: Path) -> dict[str, str]:
         "OMP_WAIT_POLICY": "passive",
         "OPENBLAS_NUM_THREADS": "1",
         "STOKER_NATIVE_DIR": str(libraries),
-        "HOME": "/tmp",
     }
 
 
@@ -191,7 +190,7 @@ def guest_files(python: Path, libraries: Path) -> dict[str, Path]:
 def build_images(kernel: Path, python: Path, libraries: Path) -> None:
     """boot.iso with kernel and drivers, disk.iso with all else, unless they were made from the same files before."""
     files = guest_files(python, libraries)
-    mounts = {f"/{name}/keep": HERE / "bf16_units.py" for name in ("proc", "sys", "dev", "tmp")}
+    mounts = {f"/{name}/keep": HERE / "bf16_units.py" for name in ("proc", "sys", "dev", "scratch")}
     drivers = {f"/modules/{name}.ko": BUILD / f"{name}.ko" for name in emulate.DISK_MODULES}
     inputs = {**files, **drivers, "kernel": kernel, "emulate_bf16.py": Path(__file__)}
     states = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in sorted(inputs.items())]
@@ -237,11 +236,13 @@ def init_script(python: Path, files: dict[str, Path], libraries: Path) -> str:
         "LD_LIBRARY_PATH": ":".join(directories),
         "PYTHONHOME": sys.base_prefix,
         "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": "/scratch",
+        "TMPDIR": "/scratch",
     }
     exports = "\n".join(f"export {name}='{value}'" for name, value in variables.items())
     mounts = "\n".join(
         f"mount -t {kind} {kind} /disk/{name}"
-        for kind, name in (("proc", "proc"), ("sysfs", "sys"), ("devtmpfs", "dev"), ("tmpfs", "tmp"))
+        for kind, name in (("proc", "proc"), ("sysfs", "sys"), ("devtmpfs", "dev"), ("tmpfs", "scratch"))
     )
     return f"""#!/bin/busybox sh
 alias mount='/bin/busybox mount'
@@ -252,10 +253,10 @@ mount -t iso9660 -o ro /dev/sda /disk
 {mounts}
 echo "{MARK}booted"
 {exports}
-/bin/busybox chroot /disk '{python}' -S '{HERE / "bf16_units.py"}' >/disk/tmp/log 2>&1
+/bin/busybox chroot /disk '{python}' -S '{HERE / "bf16_units.py"}' >/log 2>&1
 code=$?
-[ $code = 0 ] || /bin/busybox tail -n 50 /disk/tmp/log
-echo "{MARK}$(/bin/busybox tail -n 1 /disk/tmp/log)"
+[ $code = 0 ] || /bin/busybox tail -n 50 /log
+echo "{MARK}$(/bin/busybox tail -n 1 /log)"
 echo "{MARK}exit $code"
 /bin/busybox sleep 1
 /bin/busybox poweroff -f
