@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -121,6 +122,24 @@ def test_an_error_says_why_bochs_3_cannot_be_had(monkeypatch, capsys, tmp_path, 
     assert emulate_bf16.main(["--anyway"]) == 2
     assert sentence in capsys.readouterr().err
     assert kept.exists()
+
+
+def test_the_list_of_files_for_the_emulated_machine_is_complete(tmp_path) -> None:
+    """It names what is opened before the script, modules that replace themselves, and libraries; on every CPU."""
+    files = tmp_path / "files"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "STOKER_ISA": "baseline"}
+    command = [sys.executable, str(emulate.HERE / "bf16_units.py"), "--files", str(files)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    listed = files.read_text().splitlines()
+    for end in (
+        "/encodings/__init__.py",
+        "/torch/_VF.py",
+        "/lib/libtorch_cpu.so",
+        "/bin/torch_shm_manager",
+        "/stoker/kernels/linear.py",
+    ):
+        assert any(name.endswith(end) for name in listed), end
 
 
 def test_the_archive_is_the_one_that_apt_is_configured_for(monkeypatch, tmp_path) -> None:
