@@ -83,8 +83,8 @@ certify: install ## PyTorch's own distributed tests on gloo and on ccl, with 2 a
 sanitize: install ## the C++ under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(BIN)/python tests/kernels/sanitize.py
 
-emulate: install ## the AVX-512 build in an emulator, where the CPU has no AVX-512 (Debian, x86-64)
-	@$(BIN)/python tests/kernels/emulate.py
+emulate: install ## the AVX-512 build and bf16 units in an emulator, where the CPU lacks them (Debian, x86-64); EMULATE=--anyway everywhere
+	@code=0; for script in emulate emulate_bf16; do $(BIN)/python tests/kernels/$$script.py $(EMULATE) || code=$$?; done; exit $$code
 
 arm: install ## the aarch64 build, compiled by a cross compiler and run under QEMU (Debian)
 	@$(BIN)/python tests/kernels/arm.py

@@ -42,8 +42,8 @@ PARTS = {
     ),
     "docs": Part("every command of the documentation, and the pages in a browser", ("browser", "smollm2")),
     "emulators": Part(
-        "the AVX-512 build in Bochs and the aarch64 build under QEMU",
-        scripts=("kernels/emulate.py", "kernels/arm.py"),
+        "the AVX-512 build and bf16 units in Bochs, and the aarch64 build under QEMU",
+        scripts=("kernels/emulate.py", "kernels/emulate_bf16.py", "kernels/arm.py"),
         has_tests=False,
     ),
     "engines": Part(

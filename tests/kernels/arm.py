@@ -82,25 +82,13 @@ def unpack_system() -> None:
     print(f"arm: fetching {' '.join(GUEST_PACKAGES)} for aarch64", flush=True)
     debian.need_apt()
     shutil.rmtree(SYSTEM, ignore_errors=True)
-    state, cache = BUILD / "apt" / "state", BUILD / "apt" / "cache"
-    for directory in (SYSTEM, state / "lists" / "partial", cache / "archives" / "partial"):
-        directory.mkdir(parents=True, exist_ok=True)
-    (state / "status").touch()
-    options = {
-        "APT::Architecture": "arm64",
-        "APT::Architectures::": "arm64",
-        "APT::Sandbox::User": "root",
-        "Acquire::Languages": "none",
-        "Dir::State": str(state),
-        "Dir::State::status": str(state / "status"),
-        "Dir::Cache": str(cache),
-    }
-    command = ["apt-get", "-qq", *(word for name, value in options.items() for word in ("-o", f"{name}={value}"))]
+    SYSTEM.mkdir(parents=True)
+    command = debian.private_apt(BUILD / "apt", {"APT::Architecture": "arm64", "APT::Architectures::": "arm64"})
     download = ["install", "-y", "--no-install-recommends", "--download-only", *GUEST_PACKAGES]
     log = BUILD / "apt.log"
     if debian.apt([*command, "update"], log) or debian.apt([*command, *download], log):
         raise Obstacle(f"the aarch64 packages could not be fetched: {debian.last_line(log)}")
-    for package in sorted((cache / "archives").glob("*.deb")):
+    for package in sorted((BUILD / "apt" / "cache" / "archives").glob("*.deb")):
         subprocess.run(["dpkg-deb", "--extract", str(package), str(SYSTEM)], check=True)
     shutil.rmtree(BUILD / "apt")
     complete.write_text(repr(GUEST_PACKAGES))

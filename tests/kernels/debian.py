@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["Obstacle", "apt", "install", "last_line", "need_apt"]
+__all__ = ["Obstacle", "apt", "install", "last_line", "need_apt", "private_apt"]
 
 APT_SECONDS = 600  # a mirror that stalls must not hold up the tests
 
@@ -47,6 +47,24 @@ def apt(command: list[str], log: Path, cwd: Path | None = None) -> int:
             ).returncode
         except subprocess.TimeoutExpired:
             return 1
+
+
+def private_apt(directory: Path, options: Mapping[str, str]) -> list[str]:
+    """`apt-get` with lists, cache and status below `directory`: it sees no installed packages, leaves the system's state alone
+    and needs no root. Give it `update` first."""
+    state, cache = directory / "state", directory / "cache"
+    for path in (state / "lists" / "partial", cache / "archives" / "partial"):
+        path.mkdir(parents=True, exist_ok=True)
+    (state / "status").touch()
+    everything = {
+        "APT::Sandbox::User": "root",
+        "Acquire::Languages": "none",
+        "Dir::State": str(state),
+        "Dir::State::status": str(state / "status"),
+        "Dir::Cache": str(cache),
+        **options,
+    }
+    return ["apt-get", "-qq", *(word for name, value in everything.items() for word in ("-o", f"{name}={value}"))]
 
 
 def last_line(path: Path) -> str:

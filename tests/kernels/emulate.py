@@ -4,11 +4,13 @@ The emulated machine boots Debian's kernel with everything in its initial file s
 script with numpy, the builds of the library and tests/kernels/builds_agree.py, which compares them with each other and
 with what this CPU computes itself. Packages come from Debian; everything else lies in build/emulate, and is made again
 only when what it is made from has changed. Exits 0 if all builds agree or the CPU has AVX-512 itself, 2 if this machine
-cannot run the emulator, else 1.
+cannot run the emulator, else 1. With `--anyway` it also runs on a CPU that has AVX-512.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import hashlib
 import os
 import platform
@@ -24,7 +26,7 @@ import tarfile
 import threading
 import time
 import tty
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import build_cases
@@ -49,6 +51,8 @@ PACKAGES = {
     "binutils": "/usr/bin/nm",
 }
 KERNEL = "linux-image-cloud-amd64"
+DISK_MODULES = ("scsi_common", "scsi_mod", "libata", "ata_piix", "sd_mod", "cdrom", "isofs")
+"""What emulate_bf16.py reads its disk with, each after those it needs; the kernel has no driver for disks built in."""
 
 # clearcpuid: XSAVEC and XSAVES, without which the kernel turns AVX off on this CPU model. The rest saves time: no messages on the
 # serial line (1 ms of CPU time a character), no self-tests of the kernel's ciphers (18 s), no certificates (4 s).
@@ -61,21 +65,23 @@ CPU_SECONDS, WALL_SECONDS = 400, 3600
 MARK = "stoker: "
 
 
-def main() -> int:
-    started = time.monotonic()
+def main(arguments: Sequence[str] = ()) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--anyway", action="store_true", help="also on a CPU that needs no emulator")
+    anyway, started = parser.parse_args(arguments).anyway, time.monotonic()
     try:
-        return emulate(started)
+        return emulate(started, anyway)
     except Obstacle as obstacle:
         print(f"emulate: {obstacle}", file=sys.stderr)
         return 2
 
 
-def emulate(started: float) -> int:
+def emulate(started: float, anyway: bool) -> int:
     if platform.machine() != "x86_64":
         raise Obstacle(f"the AVX-512 build is for x86-64; this is {platform.machine()}")
     from stoker.kernels import native
 
-    if "avx512" in native.available():
+    if "avx512" in native.available() and not anyway:
         print("emulate: not needed, this CPU has AVX-512: the ordinary tests execute that build.")
         return 0
     libraries = Path(native.library()._name).parent
@@ -106,9 +112,9 @@ def apt(command: list[str], cwd: Path | None = None) -> int:
 
 
 def fetch_kernel() -> Path:
-    """The kernel of Debian's cloud image, unpacked from its package; the package itself is not installed."""
+    """The kernel of Debian's cloud image and its DISK_MODULES, unpacked from the package; it is not installed."""
     target = BUILD / "vmlinuz"
-    if target.exists():
+    if target.exists() and all((BUILD / f"{name}.ko").exists() for name in DISK_MODULES):
         return target
     debian.need_apt()
     name = kernel_package()
@@ -141,12 +147,16 @@ def unpack_kernel(package: Path, target: Path) -> None:
         tarfile.open(fileobj=unpacking.stdout, mode="r|") as archive,
     ):
         for member in archive:
+            name = Path(member.name).name
             if "/boot/vmlinuz-" in member.name:
-                source = archive.extractfile(member)
-                assert source is not None
-                partial = target.with_suffix(".partial")
-                partial.write_bytes(source.read())
-                partial.rename(target)
+                name = target.name
+            elif name.partition(".")[0] not in DISK_MODULES or not member.isfile():
+                continue
+            source = archive.extractfile(member)
+            assert source is not None
+            partial = target.with_suffix(".partial")
+            partial.write_bytes(source.read())
+            partial.rename(target.with_name(name))
 
 
 # --- what this CPU computes ---------------------------------------------------------------------------------------------
@@ -343,21 +353,26 @@ def run_bochs() -> float:
     """Boots the image and waits until it has switched itself off. Returns the CPU time it took."""
     (BUILD / "bochsrc").write_text(bochs_options())
     (BUILD / "continue").write_text("continue\n")
-    SERIAL.unlink(missing_ok=True)
     command = ["bochs", "-q", "-f", str(BUILD / "bochsrc")]
     if "-rc filename" in subprocess.run(["bochs", "--help"], capture_output=True, text=True, check=False).stderr:
         command += ["-rc", str(BUILD / "continue")]  # built with the debugger, which would wait for a command
+    return run_machine(command, {}, SERIAL)
+
+
+def run_machine(command: list[str], environment: Mapping[str, str], serial: Path) -> float:
+    """Runs an emulator until it ends, its kernel panics or its time is over. Returns the CPU time it took."""
+    serial.unlink(missing_ok=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         command, cwd=BUILD, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        env=os.environ | {"TERM": "xterm"}, preexec_fn=limit_cpu_time,
+        env=os.environ | {"TERM": "xterm"} | dict(environment), preexec_fn=limit_cpu_time,
     )  # fmt: skip
     os.close(theirs)
     threading.Thread(target=drain, args=(ours,), daemon=True).start()
     deadline = time.monotonic() + WALL_SECONDS
     try:
-        while process.poll() is None and time.monotonic() < deadline and not is_stuck():
+        while process.poll() is None and time.monotonic() < deadline and not is_stuck(serial):
             time.sleep(0.5)
     finally:  # also when this process is asked to end
         process.kill()
@@ -382,9 +397,10 @@ def drain(terminal: int) -> None:
             elif ready == terminal and len(waiting) == 1:
                 printed += data
                 if found := re.search(rb'connected to screen "(/dev/[^"]+)"', printed):
-                    screen = os.open(found[1], os.O_RDWR | os.O_NOCTTY)
-                    tty.setraw(screen)  # else only whole lines can be read, and a screen has none
-                    waiting.append(screen)
+                    with contextlib.suppress(OSError):  # it has ended already
+                        screen = os.open(found[1], os.O_RDWR | os.O_NOCTTY)
+                        tty.setraw(screen)  # else only whole lines can be read, and a screen has none
+                        waiting.append(screen)
 
 
 def read_some(terminal: int) -> bytes:
@@ -394,8 +410,8 @@ def read_some(terminal: int) -> bytes:
         return b""
 
 
-def is_stuck() -> bool:
-    return SERIAL.exists() and b"Kernel panic" in SERIAL.read_bytes()
+def is_stuck(serial: Path) -> bool:
+    return serial.exists() and b"Kernel panic" in serial.read_bytes()
 
 
 def verdict(serial: str, cases: int, builds: int) -> str | None:
@@ -424,4 +440,4 @@ def tail(text: str, lines: int = 60) -> str:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that Bochs ends too
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

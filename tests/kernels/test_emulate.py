@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import emulate
+import emulate_bf16
 import pytest
 
 from stoker.kernels import native
@@ -64,6 +66,90 @@ def test_the_image_is_rebuilt_only_if_a_file_in_it_has_changed(monkeypatch, tmp_
     sums.write_text("{}")
     library.write_text("other")
     assert emulate.fingerprint_of(files) != before
+
+
+def test_a_cpu_with_avx512_is_emulated_on_request(monkeypatch, capsys, tmp_path) -> None:
+    def install(*arguments: object) -> None:
+        raise emulate.Obstacle("as far as the packages")
+
+    monkeypatch.setattr(emulate, "BUILD", tmp_path)
+    monkeypatch.setattr(emulate.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(native, "available", lambda: ["avx512", "avx2", "baseline"])
+    monkeypatch.setattr(emulate.debian, "install", install)
+    assert emulate.main(["--anyway"]) == 2
+    assert "as far as the packages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("serial", "sentence"),
+    [
+        ("stoker: booted\r\nstoker: 9 results right by AVX512-BF16\r\nstoker: exit 0\r\n", None),
+        ("stoker: booted\r\nstoker: 9 results right by AMX-BF16\r\nstoker: exit 0\r\n", "the test failed"),
+        ("stoker: booted\r\nstoker: wrong: nt 1 x 1 x 1\r\nstoker: exit 1\r\n", "exit code 1"),
+        ("stoker: booted\r\nstoker: not available\r\nstoker: exit 3\r\n", "not available in bf16"),
+        ("stoker: booted\r\nstoker: nt\r\nstoker: exit 132\r\n", "SIGILL"),
+        ("Kernel panic - not syncing", "panicked"),
+        ("stoker: booted\r\n", "ended without a result"),
+    ],
+)
+def test_the_result_of_the_bf16_products_is_read_from_the_serial_line(serial: str, sentence: str | None) -> None:
+    found = emulate_bf16.verdict(serial)
+    assert found is None if sentence is None else sentence in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("archive", "update", "sentence"),
+    [
+        (("", ""), 0, "apt knows no archive of Debian"),
+        (("http://nowhere.invalid/debian/", ""), 1, "Debian's trixie could not be read"),
+    ],
+)
+def test_an_error_says_why_bochs_3_cannot_be_had(monkeypatch, capsys, tmp_path, archive, update, sentence) -> None:
+    """And what was unpacked before is kept."""
+    kept = tmp_path / "trixie" / "kept"
+    monkeypatch.setattr(emulate_bf16, "SYSTEM", kept.parent)
+    monkeypatch.setattr(emulate_bf16, "BUILD", tmp_path)
+    monkeypatch.setattr(emulate_bf16, "WORK", tmp_path / "bf16")
+    monkeypatch.setattr(emulate_bf16, "LOG", tmp_path / "apt.log")
+    monkeypatch.setattr(emulate_bf16.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(emulate_bf16, "archive", lambda: archive)
+    monkeypatch.setattr(emulate_bf16.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(emulate_bf16.debian, "need_apt", lambda: None)
+    monkeypatch.setattr(emulate_bf16.debian, "apt", lambda *arguments: update)
+    (tmp_path / "apt.log").write_text("E: no such suite")
+    kept.parent.mkdir()
+    kept.touch()
+    assert emulate_bf16.main(["--anyway"]) == 2
+    assert sentence in capsys.readouterr().err
+    assert kept.exists()
+
+
+def test_the_list_of_files_for_the_emulated_machine_is_complete(tmp_path) -> None:
+    """It names what is opened before the script, modules that replace themselves, and libraries; on every CPU."""
+    files = tmp_path / "files"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "STOKER_ISA": "baseline"}
+    command = [sys.executable, str(emulate.HERE / "bf16_units.py"), "--files", str(files)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    listed = files.read_text().splitlines()
+    for end in (
+        "/encodings/__init__.py",
+        "/torch/_VF.py",
+        "/lib/libtorch_cpu.so",
+        "/bin/torch_shm_manager",
+        "/stoker/kernels/linear.py",
+    ):
+        assert any(name.endswith(end) for name in listed), end
+
+
+def test_the_archive_is_the_one_that_apt_is_configured_for(monkeypatch, tmp_path) -> None:
+    (tmp_path / "apt-get").write_text(
+        "#!/bin/sh\nprintf 'Label: Debian\\nRepo-URI: http://one.invalid/debian/\\nSigned-By: /keys\\n\\n"
+        "Repo-URI: http://two.invalid/debian/\\n'"
+    )
+    (tmp_path / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert emulate_bf16.archive() == ("http://one.invalid/debian/", "/keys")
 
 
 @pytest.fixture
