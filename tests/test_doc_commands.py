@@ -162,11 +162,11 @@ def check_options(command: DocCommand) -> None:
 
 @functools.cache
 def known_options(name: str) -> set[str]:
-    """All that `stoker NAME --help`, or --help-all, lists."""
+    """All that `stoker NAME --help` and --help-all list."""
     command, task = [*name.replace("TASK", "qa").split(), "qa"][:2]
     helps = {
-        "train": [["train", task, "--help-all"]],
-        "tune": [["tune", "--help"], ["train", task, "--help-all"]],
+        "train": [["train", task, "--help"], ["train", task, "--help-all"]],
+        "tune": [["tune", "--help"], ["train", task, "--help"], ["train", task, "--help-all"]],
     }.get(command, [[command, "--help"]])
     text = options.table() if command == "launch" else ""
     for words in helps:

@@ -131,6 +131,8 @@ def test_stoker_train_is_refused_with_exit_code_two_before_it_reads_any_data(
 ) -> None:
     from stoker.cli import main
 
-    words = f"train qa --model_name_or_path m --train_file missing.json --do_train --output_dir {tree_path / 'out'}"
+    data = tree_path / "broken.json"
+    data.write_text("{")  # reading it would fail
+    words = f"train qa --model_name_or_path m --train_file {data} --do_train --output_dir {tree_path / 'out'}"
     assert main(words.split()) == 2
     assert f"another run is training in {tree_path / 'out'}" in capsys.readouterr().err

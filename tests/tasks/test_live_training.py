@@ -107,6 +107,7 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(
         port = str(busy.getsockname()[1])
         assert main([*command, "--output_dir", str(tmp_path), "--live_port", port]) == 2
     errors = capfd.readouterr().err
-    assert f"--live: port {port} of 127.0.0.1 is in use; choose another --live_port" in errors
-    assert errors.count("\n") == 1
+    announced, error = errors.splitlines()
+    assert announced.startswith("loading ")
+    assert f"--live: port {port} of 127.0.0.1 is in use; choose another --live_port" in error
     assert list(tmp_path.iterdir()) == []

@@ -113,7 +113,7 @@ Data (TSV, CSV, JSON, JSON lines, Parquet; .gz too), a row per text:
   --max_train_samples, --max_eval_samples N; --strict stops at the first row that cannot be used
 
 Model:
-  --model_name_or_path NAME       a folder, or the name of a model on the hub: a SentenceTransformer, or any encoder
+  --model_name_or_path NAME       a folder, or the name of a model on the hub: a SentenceTransformer, or any encoder; or --model
   --max_seq_length N              maximum tokens of a text (default: the model's own)
   --bf16                          bf16 activations with fp32 weights, on any CPU
 
@@ -236,7 +236,7 @@ Data (JSON, JSON lines, CSV, TSV, Parquet; .gz too). Its columns tell the kind, 
   --max_train_samples, --max_eval_samples N; --strict stops at the first row that cannot be used
 
 Model:
-  --model_name_or_path NAME       a folder, or the name of a model on the hub: a SentenceTransformer, or any encoder
+  --model_name_or_path NAME       a folder, or the name of a model on the hub: a SentenceTransformer, or any encoder; or --model
   --max_seq_length N              maximum tokens of a text (default: the model's own)
   --query_prompt, --document_prompt TEXT   put before the texts of pairs and triplets
   --bf16                          bf16 activations with fp32 weights, on any CPU
@@ -277,7 +277,7 @@ Data (JSON, JSON lines, CSV, TSV, Parquet; .gz too). Its columns tell the kind, 
   --max_train_samples, --max_eval_samples N; --strict stops at the first row that cannot be used
 
 Model:
-  --model_name_or_path NAME       a folder, or the name of a model on the hub: a cross-encoder, or any encoder
+  --model_name_or_path NAME       a folder, or the name of a model on the hub: a cross-encoder, or any encoder; or --model
   --max_seq_length N              maximum tokens of both texts (default: the model's own)
   --bf16                          bf16 activations with fp32 weights, on any CPU
 
