@@ -14,7 +14,7 @@ from itertools import pairwise
 
 __all__ = ["efficiency", "host_seconds"]
 
-_EFFICIENCY = ((1, 1.0), (2, 0.97), (8, 0.84), (16, 0.74), (32, 0.53), (56, 0.34), (112, 0.20))
+_EFFICIENCY = ((1, 1.0), (2, 0.99), (8, 0.96), (16, 0.92), (32, 0.85), (56, 0.77), (112, 0.60))
 """By cores: the share of their time in which they work, the least of three cases: BERT-base, MiniLM and SmolLM2 with LoRA."""
 _TOKENS = 18
 """Per core: those of the figures with the most cores, about 2,000 on 112. Cores beyond that are taken to be idle."""
