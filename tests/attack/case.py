@@ -13,9 +13,9 @@ __all__ = ["SECONDS", "Case", "Outcome", "chance_of", "failures", "seed_of_tests
 
 SECONDS = 30.0
 """Seconds; a case that takes longer counts as hanging."""
-_LINES, _CHARACTERS = 12, 2500
-"""Of the longest message: a sentence, or one that lists the first five bad rows of a file and counts the rest; the lines that say
-what the run is doing come before it."""
+_LINES, _CHARACTERS = 8, 2500
+"""Of the longest message: a sentence, or one that lists the first five bad rows of a file and counts the rest. Lines that say
+what the run is doing, which end with dots, are not counted."""
 _TRACEBACK = re.compile(
     r"Traceback \(most recent call last\)|^Exception ignored in|Fatal Python error|^--- Logging error", re.M
 )
@@ -70,7 +70,11 @@ def failures(case: Case, outcome: Outcome) -> list[str]:
     if _TRACEBACK.search(printed):
         found.append("traceback: " + (printed.strip().splitlines() or [""])[-1][:200])
     if outcome.code == 2 and case.open_output:
-        lines = outcome.error.strip().splitlines()
+        lines = [
+            line
+            for line in outcome.error.strip().splitlines()
+            if line.startswith("stoker") or not line.endswith(" ...")
+        ]
         if not lines:
             found.append("silent: exit code 2 without a message")
         elif len(lines) > _LINES or len(outcome.error) > _CHARACTERS:

@@ -270,7 +270,8 @@ def _dataset(job: training_run.Job, encoder: Encoder, form: Format, examples: li
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
-    job.announce(f"tokenizing {len(examples):,} rows")
+    if examples:
+        job.announce(f"tokenizing {len(examples):,} rows")
     if job.data.dpo:
         pairs = make_pairs(examples, encoder, job.args.max_length, faults)
         columns = [{**_columns(pair), "length": length} for pair, length in pairs]
